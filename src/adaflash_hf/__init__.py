@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel
 
 from .configuration_adaflash import AdaFlashConfig
+from .draft_settings import DraftSettings
+from .generation.dispatch import adaflash_generate, disable, enable
+from .generation.stats import DraftStats
 from .modeling_adaflash import AdaFlashDraftModel, AdaFlashDraftOutput, AdaFlashPreTrainedModel
 
 __version__ = "0.1.0.dev0"
 
 AutoConfig.register("adaflash", AdaFlashConfig, exist_ok=True)
 AutoModel.register(AdaFlashConfig, AdaFlashDraftModel, exist_ok=True)
+enable()
 
-__all__ = ["AdaFlashConfig", "AdaFlashDraftModel", "AdaFlashDraftOutput", "AdaFlashPreTrainedModel"]
+_LAZY = {"OPDConfig": "training", "OPDTrainer": "training", "packed_linears": "packed_linears"}
+
+
+def __getattr__(name: str) -> Any:
+    # Training pulls in Trainer and accelerate, which decoding does not need.
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "AdaFlashConfig",
+    "AdaFlashDraftModel",
+    "AdaFlashDraftOutput",
+    "AdaFlashPreTrainedModel",
+    "DraftSettings",
+    "DraftStats",
+    "OPDConfig",
+    "OPDTrainer",
+    "adaflash_generate",
+    "disable",
+    "enable",
+    "packed_linears",
+]

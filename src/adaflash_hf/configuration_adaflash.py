@@ -1,7 +1,6 @@
 """Configuration of AdaFlash drafters."""
 
-from __future__ import annotations
-
+# No postponed annotations here: `strict` checks the types of fields only where it gets them as types.
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -115,7 +114,7 @@ class AdaFlashConfig(PreTrainedConfig):
     length_heads: list[str] | None = None
     length_head_dim: int = 256
     survival_calibration: dict | None = None
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | int | None = None
     logit_scale: float | int = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -192,7 +191,7 @@ class AdaFlashConfig(PreTrainedConfig):
             _check_calibration(self.survival_calibration, self.block_size - 1)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> AdaFlashConfig:
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AdaFlashConfig":
         """Builds the configuration from a dictionary in this package's form or in a published drafter's."""
         if is_published_layout(config_dict):
             config_dict = normalize_published_config(config_dict)

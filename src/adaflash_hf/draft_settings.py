@@ -81,6 +81,8 @@ def load_generation_config(source: str | os.PathLike, **download: Any) -> Genera
     try:
         config = GenerationConfig.from_pretrained(source, **download)
     except OSError:
+        if os.path.isfile(os.path.join(source, download.get("subfolder", ""), "generation_config.json")):
+            raise  # it is there and cannot be read
         return default_generation_config()
     read_draft_settings(config)
     return config

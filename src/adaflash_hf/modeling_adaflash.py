@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput, logging
 from .configuration_adaflash import AdaFlashConfig
 from .draft_settings import default_generation_config, load_generation_config, ratio_draft_length, read_draft_settings
 from .new_drafter import build_config, initialize_from_target
-from .published_layouts import PUBLISHED_KEY_MAPPING
+from .published_layouts import PUBLISHED_KEY_MAPPING, layout_name
 
 logger = logging.get_logger(__name__)
 
@@ -235,10 +235,10 @@ class AdaFlashPreTrainedModel(PreTrainedModel):
             ignore_mismatched_sizes=True,
             **kwargs,
         )
-        _refuse_unfit_tensors(pretrained_model_name_or_path, model.config, info)
+        download = {k: v for k, v in kwargs.items() if k in _DOWNLOAD_ARGUMENTS and v is not None}
+        _refuse_unfit_tensors(pretrained_model_name_or_path, model.config, info, download)
         # Kept by transformers to write the names back as they were read; what we save has our names.
         model._weight_conversions = None
-        download = {k: v for k, v in kwargs.items() if k in _DOWNLOAD_ARGUMENTS and v is not None}
         model.generation_config = generation_config or load_generation_config(pretrained_model_name_or_path, **download)
         return (model, info) if output_loading_info else model
 
@@ -252,18 +252,21 @@ class AdaFlashPreTrainedModel(PreTrainedModel):
 _DOWNLOAD_ARGUMENTS = "cache_dir force_download proxies local_files_only token revision subfolder _commit_hash".split()
 
 
-def _refuse_unfit_tensors(source: str | os.PathLike, config: AdaFlashConfig, info: dict[str, Any]) -> None:
+def _refuse_unfit_tensors(
+    source: str | os.PathLike, config: AdaFlashConfig, info: dict[str, Any], download: dict[str, Any]
+) -> None:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = [
         f"{name}: the checkpoint has {tuple(found)}, the configuration wants {tuple(wanted)}"
         for name, found, wanted in sorted(info["mismatched_keys"])
     ]
     if missing or unexpected or mismatched:
+        layout = layout_name(PreTrainedConfig.get_config_dict(source, **download)[0])
         raise ValueError(
-            f"The tensors of {source} do not fit its configuration ({config.num_hidden_layers} draft layers, hidden "
-            f"{config.hidden_size}, {len(config.target_layer_ids)} taps, length heads {config.length_heads}), so nothing "
-            f"was loaded.\n  missing: {missing or 'none'}\n  unexpected: {unexpected or 'none'}\n  wrong shape: "
-            f"{mismatched or 'none'}"
+            f"The tensors of {source} do not fit its configuration ({layout} layout, {config.num_hidden_layers} draft "
+            f"layers, hidden {config.hidden_size}, {len(config.target_layer_ids)} taps, length heads "
+            f"{config.length_heads}), so nothing was loaded.\n  missing: {missing or 'none'}\n  unexpected: "
+            f"{unexpected or 'none'}\n  wrong shape: {mismatched or 'none'}"
         )
 
 
@@ -444,6 +447,8 @@ class AdaFlashDraftModel(AdaFlashPreTrainedModel):
             return {kind: makers[kind](**arguments, **{name: cache}) for kind in set(self._layer_kinds())}
         if hasattr(cache, "context_positions"):
             context_positions, valid = cache.context_positions(context_positions)
+            if valid is not None:
+                valid = torch.cat([valid, valid.new_ones(valid.shape[0], block_positions.shape[1])], dim=1)
         else:
             valid = None
         implementation = self.config._attn_implementation or "eager"
@@ -489,6 +494,8 @@ def _format_mask(visible: torch.Tensor | None, implementation: str, like: torch.
     if implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
 
+        # The attention asks for every row by its number, also where one row's positions serve them all.
+        visible = visible.expand(like.shape[0], -1, -1, -1)
         rows, _, queries, keys = visible.shape
         return create_block_mask(
             lambda row, _, query, key: visible[row, 0, query, key], rows, None, queries, keys, device=like.device

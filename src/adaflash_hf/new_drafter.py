@@ -31,8 +31,9 @@ def find_mask_token(tokenizer: Any, rows: int) -> int | None:
     Returns:
         The id, or `None` where the vocabulary has no unused entry.
     """
-    if getattr(tokenizer, "mask_token_id", None) is not None:
-        return tokenizer.mask_token_id
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if mask is not None and mask < rows:
+        return mask
     added = tokenizer.get_added_vocab()
     unused = sorted(index for token, index in added.items() if _UNUSED_TOKEN.search(token) and index < rows)
     if unused:

@@ -132,6 +132,8 @@ def normalize_published_config(config: dict[str, Any]) -> dict[str, Any]:
         return default
 
     result = {name: config[name] for name in _BODY_FIELDS if config.get(name) is not None}
+    if config.get("model_type") == "muse_glimmer_assistant":
+        result.setdefault("vocab_size", 202048)  # its config has no such field; this is its target's (Muse Glimmer)
     layers = config.get("num_hidden_layers", 5)
     result["block_size"] = either("block_size", default=16)
     result["num_target_layers"] = either("num_target_layers")
@@ -185,9 +187,9 @@ def _windows_and_causality(config: dict[str, Any], nested: dict[str, Any], layer
     if nested.get("use_swa", config.get("use_swa")):
         kinds = ["sliding_attention"] * layers
         window = nested.get("swa_window_size", config.get("swa_window_size")) or window
-    causal = config.get("is_causal", nested.get("causal"))
-    if causal is None and assistant:
-        causal = False
+    causal = config.get("is_causal")
+    if causal is None:
+        causal = False if assistant else nested.get("causal")
     return {
         "layer_types": list(kinds),
         "sliding_window": window if "sliding_attention" in kinds else None,

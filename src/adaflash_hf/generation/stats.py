@@ -1,0 +1,71 @@
+"""What happened in one call of `generate()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftStats:
+    """Counts over all rows of one call; a round of four rows counts as four.
+
+    Args:
+        policy: Length policy in force.
+        rounds: Target forwards after prefill.
+        rounds_with_draft: Of which with at least one drafted token.
+        planned: Tokens the policy wanted verified.
+        drafted: Tokens that were verified (after caps and the end of the text).
+        accepted: Drafted tokens that became part of the output.
+        emitted: Tokens committed in rounds (prefill's own token is not counted).
+        slot_reached: For each slot, rounds that verified it after accepting all before it.
+        slot_accepted: Of which it was accepted.
+    """
+
+    policy: str
+    rounds: int = 0
+    rounds_with_draft: int = 0
+    planned: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    slot_reached: list[int] = field(default_factory=list)
+    slot_accepted: list[int] = field(default_factory=list)
+
+    def add_round(self, planned: int, drafted: int, accepted: int, emitted: int) -> None:
+        """Adds one row's round; `accepted` is what verification accepted, `emitted` what reached the output."""
+        self.rounds += 1
+        self.rounds_with_draft += drafted > 0
+        self.planned += planned
+        self.drafted += drafted
+        self.accepted += min(accepted, emitted)
+        self.emitted += emitted
+        while len(self.slot_reached) < drafted:
+            self.slot_reached.append(0)
+            self.slot_accepted.append(0)
+        # An output cut short (EOS, a stop string) says nothing about the slots after the cut.
+        for slot in range(min(drafted, accepted + 1, max(emitted, 1))):
+            self.slot_reached[slot] += 1
+            self.slot_accepted[slot] += slot < accepted
+
+    @property
+    def rounds_without_draft(self) -> int:
+        """Rounds that were plain decoding steps."""
+        return self.rounds - self.rounds_with_draft
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens committed a target forward after prefill."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Mean drafted tokens a round."""
+        return self.drafted / self.rounds if self.rounds else 0.0
+
+    @property
+    def slot_acceptance(self) -> list[float]:
+        """For each slot, the share accepted of the rounds that reached it."""
+        return [
+            accepted / reached if reached else 0.0
+            for accepted, reached in zip(self.slot_accepted, self.slot_reached, strict=True)
+        ]

@@ -1,0 +1,224 @@
+"""Losses of a drafter and of its length heads, and the position weights they share.
+
+All are computed in float32 whatever the model runs in. The drafter's loss goes through the target's frozen head, by far
+its largest part, chunk by chunk: each chunk's gradient with respect to the drafter's states is taken at once, so no
+`[tokens, vocabulary]` tensor of the whole batch ever exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional as F
+
+from ..generation.draft_head import DraftHead
+
+
+def default_gamma(block_size: int) -> float:
+    """Decay of the position weights for a block size: 7 / 5 / 4 for 16 / 10 / 8 (DFlash, 2602.06036), on their line."""
+    return max(1.0, 4.0 + (block_size - 8) * 3.0 / 8.0)
+
+
+def position_weights(block_size: int, gamma: float) -> torch.Tensor:
+    """`w_k = exp(-(k - 1) / gamma)` for the drafted slots k = 1 … block_size - 1 (DFlash, 2602.06036)."""
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+
+
+@dataclass
+class DraftTargets:
+    """What the drafted slots of a batch should have said, as flat lists over the counted slots.
+
+    Args:
+        token_ids: `[slots]`, the target's argmax.
+        weights: `[slots]`, position weights.
+        state_index: `[slots]`, row of `states` that holds the target's final state for the slot's token.
+        states: `[positions, hidden]`, the target's final (normed) states; only for `soft_label_weight > 0`.
+        log_normalizers: `[positions]`, the target's logsumexp over its whole vocabulary at those states.
+    """
+
+    token_ids: torch.Tensor
+    weights: torch.Tensor
+    state_index: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    log_normalizers: torch.Tensor | None = None
+
+
+@dataclass
+class DraftLossOutput:
+    """A drafter loss and what was seen on the way, per counted slot and detached.
+
+    Args:
+        loss: Weighted sum of the per-slot losses divided by `normalizer`, with gradients to the states.
+        matched: `[slots]`, whether the draft's argmax is the target's.
+        acceptance: `[slots]`, `sum_v min(p_S, p_T)` (speculative sampling's acceptance probability) where the target's
+            states were given.
+        outside: Slots whose target token is not in the draft vocabulary, so that their cross-entropy was dropped.
+    """
+
+    loss: torch.Tensor
+    matched: torch.Tensor
+    acceptance: torch.Tensor | None = None
+    outside: int = 0
+
+
+@dataclass
+class _Parts:
+    loss: float | torch.Tensor = 0.0
+    matched: list[torch.Tensor] = field(default_factory=list)
+    acceptance: list[torch.Tensor] = field(default_factory=list)
+    outside: int = 0
+
+
+def drafter_loss(
+    states: torch.Tensor,
+    head: DraftHead,
+    targets: DraftTargets,
+    normalizer: torch.Tensor | float,
+    soft_label_weight: float = 0.0,
+    chunk_size: int = 1024,
+) -> DraftLossOutput:
+    """`(1 - s) * CE(argmax p_T) + s * CE(p_T)` of the drafted slots, position-weighted.
+
+    With a draft vocabulary `p_T` is restricted to it and renormalised, and a slot whose argmax lies outside drops its
+    hard term; the reported acceptance keeps the target's full normaliser.
+
+    Args:
+        states: `[slots, hidden]`, the drafter's final states of the counted slots.
+        head: Draft logits from states; frozen.
+        targets: What the slots should say.
+        normalizer: Divides the weighted sum: the total weight of the whole (accumulated, all ranks') batch.
+        soft_label_weight: The share s of the soft target.
+        chunk_size: Slots whose logits exist at a time; peak memory is about 5 float32 copies of
+            `[chunk_size, vocabulary]` (3.1 GB at 1024 and 151,936).
+
+    Returns:
+        [`DraftLossOutput`].
+
+    Raises:
+        ValueError: `soft_label_weight` needs the target's states and they were not given.
+    """
+    if soft_label_weight > 0 and targets.states is None:
+        raise ValueError(f"soft_label_weight={soft_label_weight} needs the target's final states, and none were given.")
+    local_ids = _local_ids(head, targets.token_ids)
+    loss, parts = _ChunkedLoss.apply(states, head, targets, local_ids, soft_label_weight, chunk_size)
+    return DraftLossOutput(
+        loss=loss / normalizer,
+        matched=torch.cat(parts.matched) if parts.matched else targets.token_ids.new_zeros(0, dtype=torch.bool),
+        acceptance=torch.cat(parts.acceptance) if parts.acceptance else None,
+        outside=parts.outside,
+    )
+
+
+def _local_ids(head: DraftHead, token_ids: torch.Tensor) -> torch.Tensor:
+    """Index of each token in the draft vocabulary, -1 outside."""
+    if head.token_ids is None:
+        return token_ids
+    lookup = torch.full((head.vocab_size,), -1, dtype=torch.long, device=token_ids.device)
+    ids = head.token_ids.to(token_ids.device)
+    lookup[ids] = torch.arange(len(ids), device=token_ids.device)
+    return lookup[token_ids]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Weighted sum of the slot losses; keeps only the gradient of the states, not the logits."""
+
+    @staticmethod
+    def forward(ctx, states, head, targets, local_ids, soft, chunk_size):  # noqa: ANN001, ANN205
+        parts = _Parts()
+        gradient = torch.zeros_like(states) if states.requires_grad else None
+        for start in range(0, len(states), chunk_size):
+            rows = slice(start, start + chunk_size)
+            piece = states[rows].detach().requires_grad_(gradient is not None)
+            with torch.enable_grad():
+                loss = _chunk_loss(piece, head, targets, local_ids, rows, soft, parts)
+            if gradient is not None:
+                (gradient[rows],) = torch.autograd.grad(loss, piece)
+            parts.loss = parts.loss + loss.detach()
+        ctx.save_for_backward(gradient)
+        total = torch.as_tensor(parts.loss, dtype=torch.float32, device=states.device)
+        return total, parts
+
+    @staticmethod
+    def backward(ctx, upstream, _):  # noqa: ANN001, ANN205
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None, None, None, None, None
+
+
+def _chunk_loss(
+    states: torch.Tensor,
+    head: DraftHead,
+    targets: DraftTargets,
+    local_ids: torch.Tensor,
+    rows: slice,
+    soft: float,
+    parts: _Parts,
+) -> torch.Tensor:
+    logits = head(states).float().to(states.device)
+    log_probs = logits.log_softmax(-1)
+    ids, weights = local_ids[rows], targets.weights[rows].float()
+    inside = ids >= 0
+    parts.outside += int((~inside).sum())
+    parts.matched.append((logits.detach().argmax(-1) == ids) & inside)
+    hard = -log_probs.gather(1, ids.clamp(min=0)[:, None]).squeeze(1) * inside
+    loss = (1.0 - soft) * hard
+    if targets.states is not None:
+        with torch.no_grad():
+            # Blocks overlap, so a position's distribution is computed once for all the slots that predict it.
+            index, inverse = targets.state_index[rows].unique(return_inverse=True)
+            target_logits = head(targets.states[index]).float().to(states.device)
+            if targets.log_normalizers is not None:
+                full = (target_logits - targets.log_normalizers[index].to(states.device)[:, None]).exp()[inverse]
+                parts.acceptance.append(torch.minimum(full, log_probs.exp()).sum(-1))
+            target_probs = target_logits.softmax(-1)[inverse] if soft > 0 else None
+        if soft > 0:
+            loss = loss - soft * (target_probs * log_probs).sum(-1)
+    return (loss * weights).sum()
+
+
+def reach_probabilities(acceptance: torch.Tensor) -> torch.Tensor:
+    """P(slot k is reached) = product of the acceptances of the slots before it.
+
+    Args:
+        acceptance: `[..., slots]`, P(slot accepted | reached), or hard matches.
+
+    Returns:
+        `[..., slots]`, 1 at the first slot.
+    """
+    ones = torch.ones_like(acceptance[..., :1])
+    return torch.cat([ones, acceptance[..., :-1]], dim=-1).cumprod(-1)
+
+
+def ratio_head_loss(
+    ratio: torch.Tensor, accepted: torch.Tensor, counted: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Squared error of the ratio head against (accepted + 1) / block_size (AdaFlash, 2607.19223), summed over blocks.
+
+    Args:
+        ratio: `[batch, blocks]`.
+        accepted: `[batch, blocks]`, drafted tokens accepted in a row from the first slot.
+        counted: `[batch, blocks]`, blocks that count.
+        block_size: Slots of a block.
+    """
+    wanted = (accepted.float() + 1.0) / block_size
+    return ((ratio.float() - wanted).square() * counted).sum()
+
+
+def survival_head_loss(
+    logits: torch.Tensor, labels: torch.Tensor, reach: torch.Tensor, counted: torch.Tensor
+) -> torch.Tensor:
+    """Binary cross-entropy of the survival head, each slot weighted by the probability that it is reached, summed.
+
+    Args:
+        logits: `[batch, blocks, slots]`.
+        labels: Same shape: hard matches (greedy), or acceptance probabilities (sampling).
+        reach: Same shape, from [`reach_probabilities`].
+        counted: Same shape, slots that count.
+    """
+    loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+    return (loss * reach * counted).sum()
+
+
+def accepted_lengths(matched: torch.Tensor) -> torch.Tensor:
+    """`[..., slots]` matches -> `[...]` number of leading ones."""
+    return matched.long().cumprod(-1).sum(-1)

@@ -1,0 +1,68 @@
+"""Arguments of [`OPDTrainer`]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class OPDConfig(TrainingArguments):
+    """Arguments for training a drafter: those of `TrainingArguments` and the ones below.
+
+    Learning rate, schedule and clipping default to DFlash's (2602.06036, 6e-4, cosine, 1.0).
+
+    Raises:
+        ValueError: A value is outside what is accepted; the message names it.
+    """
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate of the drafter."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradient clipping."})
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Must stay false: the columns are prompts, not the drafter's arguments."}
+    )
+    head_learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of the length heads."})
+    max_new_tokens: int = field(default=512, metadata={"help": "Most tokens the target writes for a prompt."})
+    max_length: int = field(
+        default=2048, metadata={"help": "Longest prompt and response together; responses are cut, long prompts dropped."}
+    )
+    rollout_batch_size: int = field(default=32, metadata={"help": "Prompts the target answers at once."})
+    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature of the rollouts; 0 is greedy."})
+    num_anchors: int = field(default=512, metadata={"help": "Most blocks trained on a sequence and step."})
+    gamma: float | None = field(
+        default=None, metadata={"help": "Decay of the position weights; by default 7 / 5 / 4 for blocks of 16 / 10 / 8."}
+    )
+    soft_label_weight: float = field(
+        default=0.0,
+        metadata={"help": "Share of the target's whole distribution in the loss; the rest is its argmax."},
+    )
+    loss_chunk_size: int = field(default=1024, metadata={"help": "Drafted slots whose logits exist at a time."})
+    feature_cache: str | None = field(
+        default=None,
+        metadata={"help": "Folder for the target's states, computed once; without it they are computed every step."},
+    )
+    feature_dtype: str = field(default="bfloat16", metadata={"help": "How the states in feature_cache are stored."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive = ("max_new_tokens", "max_length", "rollout_batch_size", "num_anchors", "loss_chunk_size")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"OPDConfig: {name}={getattr(self, name)} is not valid: expected at least 1.")
+        if not 0.0 <= self.soft_label_weight <= 1.0:
+            raise ValueError(
+                f"OPDConfig: soft_label_weight={self.soft_label_weight} is not valid: expected a share in [0, 1]."
+            )
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"OPDConfig: gamma={self.gamma} is not valid: expected a positive number.")
+        if self.temperature < 0:
+            raise ValueError(f"OPDConfig: temperature={self.temperature} is not valid: expected 0 or more.")
+        if self.feature_dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(
+                f"OPDConfig: feature_dtype={self.feature_dtype!r} is not valid: expected 'bfloat16', 'float16' or "
+                "'float32'."
+            )
+        if self.remove_unused_columns:
+            raise ValueError("OPDConfig: remove_unused_columns=True would drop the prompts: leave it out.")

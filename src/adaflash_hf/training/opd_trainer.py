@@ -1,0 +1,326 @@
+"""Training a drafter and its length heads on text its target wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from ..generation.draft_head import DraftHead, noise_embeddings
+from ..modeling_adaflash import AdaFlashDraftModel
+from .blocks import block_positions, block_visibility, label_positions, sample_anchors, valid_anchors
+from .collator import RolloutCollator, RolloutDataset
+from .features import FeatureStore, target_features
+from .losses import (
+    DraftLossOutput,
+    DraftTargets,
+    accepted_lengths,
+    default_gamma,
+    drafter_loss,
+    position_weights,
+    ratio_head_loss,
+    reach_probabilities,
+    survival_head_loss,
+)
+from .metrics import SlotMetrics, simulated_acceptance
+from .opd_config import OPDConfig
+from .rollouts import collect_rollouts
+
+logger = logging.get_logger(__name__)
+_FEATURES = ("taps", "states", "argmax", "log_normalizers")
+
+
+class OPDTrainer(Trainer):
+    """Trains a drafter on its target's text: weighted cross-entropy over many blocks a sequence, length heads beside.
+
+    Args:
+        model: The drafter, or a path or Hub id of one.
+        target_model: The target, frozen; or a path or Hub id.
+        args: [`OPDConfig`].
+        train_dataset: Rows with `prompt` (text or messages), `messages`, or `prompt_ids`; rows with `response_ids` are
+            taken as they are, the others are answered by the target before training. Optional `domain`.
+        eval_dataset: The same, for [`evaluate`].
+        processing_class: The target's tokenizer; needed for prompts that are text.
+        peft_config: Trains an adapter instead of the whole drafter.
+        callbacks: As for `Trainer`.
+        optimizers: As for `Trainer`.
+
+    Raises:
+        ValueError: No training row is long enough for one block, or drafter and target do not fit.
+    """
+
+    _tag_names = ["adaflash", "dflash", "speculative-decoding"]
+    # Divided by the weight of the whole accumulated batch already.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: AdaFlashDraftModel | str,
+        target_model: PreTrainedModel | str,
+        args: OPDConfig | None = None,
+        train_dataset: Iterable[dict[str, Any]] | None = None,
+        eval_dataset: Iterable[dict[str, Any]] | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+    ) -> None:
+        args = OPDConfig(output_dir="trainer_output") if args is None else args
+        if isinstance(model, str):
+            model = AdaFlashDraftModel.from_pretrained(model)
+        if isinstance(target_model, str):
+            target_model = AutoModelForCausalLM.from_pretrained(target_model)
+        self.drafter, self.target = model, target_model.eval().requires_grad_(False)
+        # Checked before the target writes anything.
+        from ..generation.compatibility import check_drafter_fits
+
+        check_drafter_fits(self.target, self.drafter)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, peft_config)
+        self.block_size = self.drafter.config.block_size
+        self.weights = position_weights(self.block_size, args.gamma or default_gamma(self.block_size))
+        self.metrics_seen = SlotMetrics(self.block_size - 1)
+        self._evaluated: SlotMetrics | None = None
+        self.skipped_samples = 0
+        if args.device.type != self.target.device.type and self.target.device.type != "meta":
+            self.target.to(args.device)
+        train = self._prepare(train_dataset, args, processing_class, "train")
+        if train is not None and not any(
+            len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in train.rollouts
+        ):
+            raise ValueError(
+                f"train_dataset: no response is as long as one block of block_size={self.block_size}, so there is "
+                "nothing to train on. Raise max_new_tokens or max_length, or use a drafter with smaller blocks."
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=RolloutCollator(),
+            train_dataset=train,
+            eval_dataset=self._prepare(eval_dataset, args, processing_class, "eval"),
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+
+    def _prepare(
+        self, rows: Iterable[dict[str, Any]] | None, args: OPDConfig, tokenizer: Any, split: str
+    ) -> RolloutDataset | None:
+        if rows is None:
+            return None
+        rollouts = collect_rollouts(
+            rows,
+            self.target,
+            tokenizer,
+            max_new_tokens=args.max_new_tokens,
+            max_length=args.max_length,
+            batch_size=args.rollout_batch_size,
+            temperature=args.temperature,
+        )
+        store = None
+        if args.feature_cache is not None:
+            store = FeatureStore(
+                f"{args.feature_cache}/{split}",
+                self.target,
+                self.drafter.config.target_layer_ids,
+                [rollout.input_ids for rollout in rollouts],
+                dtype=getattr(torch, args.feature_dtype),
+            )
+        return RolloutDataset(rollouts, store)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Drafter and length heads in groups of their own, each with its learning rate."""
+        if self.optimizer is not None:
+            return self.optimizer
+        model = self.model if model is None else model
+        decay = set(self.get_decay_parameter_names(model))
+        groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                key = ("ratio_head." in name or "survival_head." in name, name in decay)
+                groups.setdefault(key, []).append(parameter)
+        optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = optimizer_class(
+            [
+                {
+                    "params": parameters,
+                    "weight_decay": self.args.weight_decay if decayed else 0.0,
+                    "lr": self.args.head_learning_rate if head else self.args.learning_rate,
+                }
+                for (head, decayed), parameters in groups.items()
+            ],
+            **arguments,
+        )
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if dataset is not None and getattr(self.args, "train_sampling_strategy", "") == "group_by_length":
+            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
+            return LengthGroupedSampler(size, lengths=dataset.lengths, generator=generator)
+        return super()._get_train_sampler(train_dataset)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Draws the anchors of a whole optimizer step, so that its loss is divided by the step's total weight."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            valid = valid_anchors(batch["response_mask"], self.block_size)
+            self.skipped_samples += int((~valid.any(1)).sum())
+            batch["anchors"] = sample_anchors(valid, self.args.num_anchors)
+            total += self.weights.sum() * (batch["anchors"] >= 0).sum().to(device)
+        # The ranks' gradients are averaged, hence the average weight.
+        return batches, self.accelerator.reduce(total, "mean") if batches else None
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss of one batch: the drafter's, and the length heads' on detached states."""
+        if "anchors" not in inputs:
+            valid = valid_anchors(inputs["response_mask"], self.block_size)
+            inputs = {**inputs, "anchors": sample_anchors(valid, self.args.num_anchors)}
+        weight_sum = float(self.weights.sum())
+        if num_items_in_batch is None:
+            num_items_in_batch = weight_sum * (inputs["anchors"] >= 0).sum()
+        normalizer = num_items_in_batch.float().clamp(min=weight_sum)
+        output, matched, counted, drafted = self._draft(model, inputs, normalizer)
+        loss = output.loss
+        blocks = normalizer / weight_sum
+        accepted = accepted_lengths(matched)
+        values = {"drafter_loss": output.loss.detach()}
+        if drafted.length_ratio is not None:
+            ratio = drafted.length_ratio.view(accepted.shape)
+            values["ratio_loss"] = ratio_head_loss(ratio, accepted, counted.any(-1), self.block_size) / blocks
+            loss = loss + values["ratio_loss"]
+        if drafted.survival_logits is not None:
+            labels = matched.float()
+            if self.args.temperature > 0 and output.acceptance is not None:
+                labels = torch.zeros_like(labels).masked_scatter(counted, output.acceptance.clamp(0, 1))
+            survival = survival_head_loss(
+                drafted.survival_logits.view(labels.shape), labels, reach_probabilities(labels), counted
+            )
+            values["survival_loss"] = survival / blocks
+            loss = loss + values["survival_loss"]
+        if model.training:
+            self.metrics_seen.add_blocks(matched, counted, values, output.outside)
+        return (loss, {"matched": matched, "counted": counted}) if return_outputs else loss
+
+    def _draft(
+        self, model: Any, inputs: dict[str, Any], normalizer: torch.Tensor
+    ) -> tuple[DraftLossOutput, torch.Tensor, torch.Tensor, Any]:
+        """Runs the drafter on the batch's blocks.
+
+        Returns:
+            The drafter's loss; `matched` and `counted`, both `[batch, anchors, block_size - 1]`; the model's output.
+        """
+        ids, anchors, response = inputs["input_ids"], inputs["anchors"], inputs["response_mask"]
+        batch, length = ids.shape
+        features = {name: inputs[name] for name in _FEATURES if name in inputs}
+        if not features:
+            features = target_features(
+                self.target, ids, inputs["attention_mask"], self.drafter.config.target_layer_ids
+            )
+        self._check_finite(features["taps"])
+        size, dtype = self.block_size, self.drafter.fc.weight.dtype
+        anchor_ids = ids.gather(1, anchors.clamp(min=0))
+        noise = noise_embeddings(self.target, self.drafter, anchor_ids, size).flatten(1, 2)
+        if anchors.shape[1] == 0:
+            # Keeps every rank in step: a zero loss that still touches all parameters.
+            zero = sum((p.sum() for p in model.parameters() if p.requires_grad), start=noise.sum()) * 0.0
+            return self._empty(zero, batch)
+        output = model(
+            noise_embeds=noise,
+            context_hidden_states=features["taps"].to(dtype),
+            attention_mask=block_visibility(anchors, size, inputs["attention_mask"]),
+            position_ids=block_positions(anchors, size),
+            context_position_ids=torch.arange(length, device=ids.device)[None].expand(batch, -1),
+        )
+        states = output.last_hidden_state.unflatten(1, (-1, size))[:, :, 1:]
+        positions, counted = label_positions(anchors, size, response)
+        # The state that predicts the token at position p is the target's at p - 1.
+        rows = torch.arange(batch, device=ids.device)[:, None, None] * length + positions - 1
+        index = rows[counted]
+        targets = DraftTargets(
+            token_ids=features["argmax"].flatten()[index],
+            weights=self.weights.to(ids.device).expand(counted.shape)[counted],
+            state_index=index,
+        )
+        if self.args.soft_label_weight > 0 or self.args.temperature > 0:
+            targets.states = features["states"].flatten(0, 1)
+            targets.log_normalizers = features["log_normalizers"].flatten()
+        result = drafter_loss(
+            states[counted],
+            self._head(),
+            targets,
+            normalizer,
+            soft_label_weight=self.args.soft_label_weight,
+            chunk_size=self.args.loss_chunk_size,
+        )
+        matched = torch.zeros_like(counted).masked_scatter(counted, result.matched)
+        return result, matched, counted, output
+
+    def _empty(
+        self, zero: torch.Tensor, batch: int
+    ) -> tuple[DraftLossOutput, torch.Tensor, torch.Tensor, Any]:
+        from ..modeling_adaflash import AdaFlashDraftOutput
+
+        none = torch.zeros(batch, 0, self.block_size - 1, dtype=torch.bool, device=zero.device)
+        return DraftLossOutput(zero, none.flatten()), none, none, AdaFlashDraftOutput()
+
+    def _head(self) -> DraftHead:
+        if getattr(self, "_draft_head", None) is None:
+            self._draft_head = DraftHead(self.target, self.drafter)
+        return self._draft_head
+
+    def _check_finite(self, taps: torch.Tensor) -> None:
+        finite = taps.isfinite().flatten(1).all(1)
+        if not finite.all():
+            raise ValueError(
+                f"The target's hidden states hold NaN or infinity for samples {(~finite).nonzero().flatten().tolist()} "
+                "of this batch: check the target's dtype and these samples' text."
+            )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the slots' accuracy and the simulated acceptance length to the training logs."""
+        if "loss" in logs:
+            logs = {**logs, **self.metrics_seen.result()}
+            if self.skipped_samples:
+                logs["skipped_samples"] = self.skipped_samples
+            self.metrics_seen = SlotMetrics(self.block_size - 1)
+        super().log(logs, *args, **kwargs)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Every response position opens a block; the rounds that decoding would make are walked over them."""
+        inputs = self._prepare_inputs(inputs)
+        valid = valid_anchors(inputs["response_mask"], self.block_size, partial=True)
+        inputs["anchors"] = sample_anchors(valid, valid.shape[1])
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, seen = self.compute_loss(model, inputs, return_outputs=True)
+        if self._evaluated is not None:
+            for row, domain in enumerate(inputs["domains"]):
+                rounds = simulated_acceptance(inputs["anchors"][row], seen["matched"][row], seen["counted"][row])
+                self._evaluated.add_rounds(domain, *rounds)
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Adds acceptance length, per slot and by domain, to what the loop reports."""
+        self._evaluated = SlotMetrics(self.block_size - 1)
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluated.result().items()})
+        finally:
+            self._evaluated = None
+        return output
