@@ -10,6 +10,7 @@ from .configuration_adaflash import AdaFlashConfig
 from .draft_settings import DraftSettings
 from .generation.dispatch import adaflash_generate, disable, enable
 from .generation.stats import DraftStats
+from .linear_packing import packed_linears
 from .modeling_adaflash import AdaFlashDraftModel, AdaFlashDraftOutput, AdaFlashPreTrainedModel
 
 __version__ = "0.1.0.dev0"
@@ -18,7 +19,7 @@ AutoConfig.register("adaflash", AdaFlashConfig, exist_ok=True)
 AutoModel.register(AdaFlashConfig, AdaFlashDraftModel, exist_ok=True)
 enable()
 
-_LAZY = {"OPDConfig": "training", "OPDTrainer": "training", "packed_linears": "packed_linears"}
+_LAZY = {"OPDConfig": "training", "OPDTrainer": "training"}
 
 
 def __getattr__(name: str) -> Any:

@@ -98,6 +98,7 @@ class AdaFlashAttention(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[batch, slots, hidden]` and context `[batch, new, hidden]` -> `[batch, slots, hidden]`, weights."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         queries = _rotate(self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2), block_rotary)
         block_keys, block_values = self._keys_values(hidden_states, block_rotary)
@@ -135,6 +136,7 @@ class AdaFlashDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`[batch, slots, hidden]` -> the same shape; the other arguments are [`AdaFlashAttention`]'s."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -494,8 +496,8 @@ def _format_mask(visible: torch.Tensor | None, implementation: str, like: torch.
     if implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
 
-        # The attention asks for every row by its number, also where one row's positions serve them all.
-        visible = visible.expand(like.shape[0], -1, -1, -1)
+        # The attention asks for every row and slot by its number, also where one serves them all.
+        visible = visible.expand(like.shape[0], -1, like.shape[1], -1)
         rows, _, queries, keys = visible.shape
         return create_block_mask(
             lambda row, _, query, key: visible[row, 0, query, key], rows, None, queries, keys, device=like.device

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling_adaflash import AdaFlashDraftModel
+from ..linear_packing import is_packed, packed_like
+
+_heads: WeakKeyDictionary[AdaFlashDraftModel, tuple[Any, DraftHead]] = WeakKeyDictionary()
 
 
 class DraftHead(nn.Module):
@@ -35,6 +41,19 @@ class DraftHead(nn.Module):
             self.head.weight = nn.Parameter(rows, requires_grad=False)
             if self.head.bias is not None:
                 self.head.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+            packed_like(self.head, head)
+
+    @classmethod
+    def shared(cls, target: PreTrainedModel, drafter: AdaFlashDraftModel) -> DraftHead:
+        """The head of this pair, gathered once and again whenever the target's head or the token list has changed."""
+        head, ids = target.get_output_embeddings(), drafter.draft_token_ids
+        if ids is None:
+            return cls(target, drafter)
+        key = (id(head), _state(head.weight), is_packed(head), _state(ids))
+        found = _heads.get(drafter)
+        if found is None or found[0] != key:
+            found = _heads[drafter] = (key, cls(target, drafter))
+        return found[1]
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +82,11 @@ class DraftHead(nn.Module):
             return logits
         full = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
         return full.index_copy_(-1, self.token_ids.to(logits.device), logits)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when a tensor is replaced or written to."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:

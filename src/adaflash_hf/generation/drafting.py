@@ -56,7 +56,7 @@ class BlockDrafter:
         self.block_size = drafter.config.block_size
         self.policy = policy_in_force(settings, drafter)
         self.cap = settings.cap(self.block_size)
-        self.head = DraftHead(target, drafter)
+        self.head = DraftHead.shared(target, drafter)
         self.cache = DraftContextCache(rows, starts)
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(rows)]
 

@@ -34,10 +34,8 @@ def valid_anchors(
         if document_ids is not None:
             good &= document_ids[:, slot : slot + usable] == document_ids[:, :usable]
     valid[:, :usable] = good
-    if document_ids is None:
-        valid[:, 0] = False
-    else:
-        valid[:, 0] = False
+    valid[:, 0] = False
+    if document_ids is not None:
         valid[:, 1:] &= document_ids[:, 1:] == document_ids[:, :-1]
     return valid
 
@@ -98,17 +96,23 @@ def block_visibility(
 
 
 def label_positions(
-    anchors: torch.Tensor, block_size: int, response_mask: torch.Tensor
+    anchors: torch.Tensor,
+    block_size: int,
+    response_mask: torch.Tensor,
+    document_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the tokens the drafted slots predict, and which of them count.
 
     Returns:
         `positions` and `counted`, both `[batch, anchors, block_size - 1]`; `counted` is false for missing anchors and
-        for slots past the response.
+        for slots past the response or in another document.
     """
     length = response_mask.shape[1]
     positions = anchors[..., None] + torch.arange(1, block_size, device=anchors.device)
     inside = (anchors[..., None] >= 0) & (positions < length)
     positions = positions.clamp(0, length - 1)
     rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-    return positions, inside & response_mask.bool()[rows, positions]
+    counted = inside & response_mask.bool()[rows, positions]
+    if document_ids is not None:
+        counted &= document_ids[rows, positions] == document_ids.gather(1, anchors.clamp(min=0))[..., None]
+    return positions, counted

@@ -23,7 +23,7 @@ class RolloutDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         rollout = self.rollouts[index]
-        item: dict[str, Any] = {"rollout": rollout}
+        item: dict[str, Any] = {"rollout": rollout, "sample": index}
         if self.store is not None:
             item["features"] = self.store[index]
         return item
@@ -41,6 +41,7 @@ class RolloutCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Items of a [`RolloutDataset`] -> one padded batch."""
         rollouts = [item["rollout"] for item in items]
         longest = max(len(rollout.input_ids) for rollout in rollouts)
         batch: dict[str, Any] = {
@@ -48,6 +49,7 @@ class RolloutCollator:
             "attention_mask": torch.zeros(len(items), longest, dtype=torch.long),
             "response_mask": torch.zeros(len(items), longest, dtype=torch.bool),
             "domains": [rollout.domain for rollout in rollouts],
+            "samples": [item["sample"] for item in items],
         }
         for row, rollout in enumerate(rollouts):
             length = len(rollout.input_ids)

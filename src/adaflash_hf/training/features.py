@@ -47,7 +47,8 @@ def target_features(
     handle = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     arguments = {} if position_ids is None else {"position_ids": position_ids}
     try:
-        with TapRecorder(target, layer_ids) as taps:
+        # As decoding runs it, whatever precision the drafter trains in.
+        with TapRecorder(target, layer_ids) as taps, torch.autocast(input_ids.device.type, enabled=False):
             logits = target(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **arguments).logits
             tapped = taps.take(device=input_ids.device)
     finally:
@@ -109,24 +110,27 @@ class FeatureStore:
     ) -> None:
         digest = hashlib.sha256(json.dumps([list(map(int, ids)) for ids in sequences]).encode()).hexdigest()
         probe = target.get_input_embeddings().weight.detach().flatten()[:4096].float()
+        # Fine-tuned targets often share their embeddings, so a little of every tensor is looked at.
+        parts = torch.stack([weight.detach().flatten()[:64].double().sum().cpu() for weight in target.parameters()])
         manifest = {
             "sequences": digest,
             "layer_ids": list(layer_ids),
             "dtype": str(self.dtype),
             "shard_size": self.shard_size,
             "target": f"{type(target).__name__} {target.num_parameters()} {probe.double().sum().item():.6f}",
+            "weights": f"{(parts * torch.arange(1, len(parts) + 1)).sum().item():.6f}",
         }
         path = self.folder / "manifest.json"
         if path.exists():
             found = json.loads(path.read_text())
-            different = [name for name in manifest if found.get(name) != manifest[name]]
+            different = [name for name, value in manifest.items() if found.get(name, value) != value]
             if different:
                 raise ValueError(
                     f"feature_cache={str(self.folder)!r} was made for something else ({', '.join(different)} differ): "
                     "give another folder, or delete this one."
                 )
             return
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(manifest))
         os.replace(temporary, path)
 
@@ -161,7 +165,7 @@ class FeatureStore:
                     f"The target gave NaN or infinity for sequence {shard * self.shard_size + int(name.split('.')[0])} "
                     f"({name.split('.')[1]})."
                 )
-        temporary = self._path(shard).with_suffix(".tmp")
+        temporary = self._path(shard).with_suffix(f".{os.getpid()}.tmp")
         save_file(tensors, temporary)
         os.replace(temporary, self._path(shard))
 

@@ -124,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Weighted sum of the slot losses; keeps only the gradient of the states, not the logits."""
 
     @staticmethod
-    def forward(ctx, states, head, targets, local_ids, soft, chunk_size):  # noqa: ANN001, ANN205
+    def forward(ctx, states, head, targets, local_ids, soft, chunk_size):
         parts = _Parts()
         gradient = torch.zeros_like(states) if states.requires_grad else None
         for start in range(0, len(states), chunk_size):
@@ -140,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total, parts
 
     @staticmethod
-    def backward(ctx, upstream, _):  # noqa: ANN001, ANN205
+    def backward(ctx, upstream, _):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream, None, None, None, None, None
 

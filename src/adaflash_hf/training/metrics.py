@@ -16,10 +16,12 @@ def simulated_acceptance(
     """Walks the rounds that greedy decoding of full blocks would have made over one finished sequence.
 
     From the first anchor, each round accepts the leading matches and commits one more token; the next anchor is the
-    last token committed. Exact where the sequence is the target's own greedy text.
+    last token committed. Exact where the sequence is the target's own greedy text; its last token counts as the
+    target's own, as where `max_new_tokens` ends a text (where EOS does, decoding may count it as accepted).
 
     Args:
-        anchors: `[anchors]`, every position that can open a block, increasing, -1 for none.
+        anchors: `[anchors]`, every response position that can open a block, increasing, -1 for none. The response's
+            first token is the first of them, since decoding gets it from the prompt's own forward.
         matched: `[anchors, slots]`, whether the draft is the target's argmax.
         counted: `[anchors, slots]`, slots inside the response.
 
@@ -30,12 +32,13 @@ def simulated_acceptance(
     possible = counted.sum(-1).tolist()
     place = {position: row for row, position in enumerate(anchors.tolist()) if position >= 0}
     accepted, room = [], []
-    position = min(place, default=-1)
+    position, last = min(place, default=-1), max(place, default=-1)
     while position in place:
         row = place[position]
-        accepted.append(lengths[row])
-        room.append(possible[row])
-        position += lengths[row] + 1
+        # `last` still has one token after it.
+        accepted.append(min(lengths[row], last - position))
+        room.append(min(possible[row], last - position))
+        position += accepted[-1] + 1
     return torch.tensor(accepted, dtype=torch.long), torch.tensor(room, dtype=torch.long)
 
 
@@ -47,15 +50,15 @@ class SlotMetrics:
         self.matched = torch.zeros(slots)
         self.reached_matched, self.reached = torch.zeros(slots), torch.zeros(slots)
         self.counted = torch.zeros(slots)
-        self.values: dict[str, list[float]] = {}
+        self.steps = 0
+        self.values: dict[str, float] = {}
         self.outside = 0
-        self.rounds: dict[str, list[int]] = {}
-        self.round_slots: list[tuple[int, int]] = []
+        self.rounds: dict[int, tuple[str, list[int], list[int]]] = {}
 
     def add_blocks(
         self, matched: torch.Tensor, counted: torch.Tensor, values: dict[str, torch.Tensor], outside: int
     ) -> None:
-        """Adds a training batch: `matched` and `counted` `[batch, anchors, slots]`, and its loss terms."""
+        """Adds a training batch: `matched` and `counted` `[batch, anchors, slots]`, and its share of a step's losses."""
         matched, counted = matched.flatten(0, 1).float().cpu(), counted.flatten(0, 1).float().cpu()
         reach = torch.cat([torch.ones_like(matched[:, :1]), matched[:, :-1]], 1).cumprod(1) * counted
         self.matched += (matched * counted).sum(0)
@@ -64,29 +67,33 @@ class SlotMetrics:
         self.reached_matched += (reach * matched).sum(0)
         self.outside += outside
         for name, value in values.items():
-            self.values.setdefault(name, []).append(float(value))
+            self.values[name] = self.values.get(name, 0.0) + float(value)
 
-    def add_rounds(self, domain: str, accepted: torch.Tensor, possible: torch.Tensor) -> None:
-        """Adds the simulated rounds of one sequence."""
-        self.rounds.setdefault(domain, []).extend(accepted.tolist())
-        self.round_slots.extend(zip(accepted.tolist(), possible.tolist(), strict=True))
+    def add_rounds(self, sample: int, domain: str, accepted: torch.Tensor, possible: torch.Tensor) -> None:
+        """Adds the simulated rounds of one sequence; a sample that comes twice, as padding of a batch, counts once."""
+        self.rounds[sample] = (domain, accepted.tolist(), possible.tolist())
 
     def result(self) -> dict[str, Any]:
         """Flat metrics: `slot_accuracy_k` (of reached slots in evaluation), `acceptance_length` and by domain."""
-        result: dict[str, Any] = {name: sum(found) / len(found) for name, found in self.values.items()}
+        result: dict[str, Any] = {name: total / max(1, self.steps) for name, total in self.values.items()}
         if self.counted.sum() > 0:
             for slot in range(self.slots):
                 result[f"slot_accuracy_{slot + 1}"] = (self.matched[slot] / self.counted[slot].clamp(min=1)).item()
             survival = (self.reached_matched / self.reached.clamp(min=1)).cumprod(0)
             result["acceptance_length"] = 1.0 + survival.sum().item()
             result["outside_draft_vocabulary"] = self.outside / self.counted.sum().item()
-        if self.round_slots:
+        by_domain: dict[str, list[int]] = {}
+        for domain, accepted, _ in self.rounds.values():
+            by_domain.setdefault(domain, []).extend(accepted)
+        lengths = [a for accepted in by_domain.values() for a in accepted]
+        if lengths:
+            slots = [pair for _, *pairs in self.rounds.values() for pair in zip(*pairs, strict=True)]
             for slot in range(self.slots):
-                reached = [a for a, room in self.round_slots if a >= slot and room > slot]
+                reached = [a for a, room in slots if a >= slot and room > slot]
                 if reached:
                     result[f"slot_acceptance_{slot + 1}"] = sum(a > slot for a in reached) / len(reached)
-            domains = {name: 1.0 + sum(found) / len(found) for name, found in self.rounds.items() if found}
-            result["acceptance_length"] = 1.0 + sum(a for a, _ in self.round_slots) / len(self.round_slots)
+            domains = {name: 1.0 + sum(found) / len(found) for name, found in by_domain.items() if found}
+            result["acceptance_length"] = 1.0 + sum(lengths) / len(lengths)
             if len(domains) > 1:
                 result |= {f"acceptance_length_{name}": value for name, value in sorted(domains.items())}
                 result["acceptance_length_min"] = min(domains.values())

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -33,6 +34,19 @@ from .rollouts import collect_rollouts
 
 logger = logging.get_logger(__name__)
 _FEATURES = ("taps", "states", "argmax", "log_normalizers")
+
+
+class _LengthGroupedSampler(LengthGroupedSampler):
+    """Transformers' sampler with an order that depends on the epoch alone, as resuming needs."""
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader before each epoch."""
+        self.generator.manual_seed(self.seed + epoch)
 
 
 class OPDTrainer(Trainer):
@@ -91,6 +105,8 @@ class OPDTrainer(Trainer):
         self.skipped_samples = 0
         if args.device.type != self.target.device.type and self.target.device.type != "meta":
             self.target.to(args.device)
+        # Sampled rollouts are the same on every rank and when a run is taken up again.
+        set_seed(args.seed)
         train = self._prepare(train_dataset, args, processing_class, "train")
         if train is not None and not any(
             len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in train.rollouts
@@ -128,13 +144,14 @@ class OPDTrainer(Trainer):
         )
         store = None
         if args.feature_cache is not None:
-            store = FeatureStore(
-                f"{args.feature_cache}/{split}",
-                self.target,
-                self.drafter.config.target_layer_ids,
-                [rollout.input_ids for rollout in rollouts],
-                dtype=getattr(torch, args.feature_dtype),
-            )
+            with args.main_process_first(desc="target features"):
+                store = FeatureStore(
+                    f"{args.feature_cache}/{split}",
+                    self.target,
+                    self.drafter.config.target_layer_ids,
+                    [rollout.input_ids for rollout in rollouts],
+                    dtype=getattr(torch, args.feature_dtype),
+                )
         return RolloutDataset(rollouts, store)
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -166,18 +183,21 @@ class OPDTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if dataset is not None and getattr(self.args, "train_sampling_strategy", "") == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
-            return LengthGroupedSampler(size, lengths=dataset.lengths, generator=generator)
+            return _LengthGroupedSampler(size, dataset.lengths, self.args.data_seed or self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Draws the anchors of a whole optimizer step, so that its loss is divided by the step's total weight."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
+        self.metrics_seen.steps += 1
+        # Drawn for the step and rank alone: a run that is taken up again restores the global generator only later.
+        step = self.state.global_step * self.args.world_size + self.args.process_index
+        generator = torch.Generator().manual_seed(self.args.seed + step)
         for batch in batches:
             valid = valid_anchors(batch["response_mask"], self.block_size)
             self.skipped_samples += int((~valid.any(1)).sum())
-            batch["anchors"] = sample_anchors(valid, self.args.num_anchors)
+            batch["anchors"] = sample_anchors(valid, self.args.num_anchors, generator)
             total += self.weights.sum() * (batch["anchors"] >= 0).sum().to(device)
         # The ranks' gradients are averaged, hence the average weight.
         return batches, self.accelerator.reduce(total, "mean") if batches else None
@@ -192,7 +212,8 @@ class OPDTrainer(Trainer):
         weight_sum = float(self.weights.sum())
         if num_items_in_batch is None:
             num_items_in_batch = weight_sum * (inputs["anchors"] >= 0).sum()
-        normalizer = num_items_in_batch.float().clamp(min=weight_sum)
+        # Without any block the loss is 0, whatever divides it.
+        normalizer = num_items_in_batch.float().masked_fill(num_items_in_batch == 0, weight_sum)
         output, matched, counted, drafted = self._draft(model, inputs, normalizer)
         loss = output.loss
         blocks = normalizer / weight_sum
@@ -200,8 +221,8 @@ class OPDTrainer(Trainer):
         values = {"drafter_loss": output.loss.detach()}
         if drafted.length_ratio is not None:
             ratio = drafted.length_ratio.view(accepted.shape)
-            values["ratio_loss"] = ratio_head_loss(ratio, accepted, counted.any(-1), self.block_size) / blocks
-            loss = loss + values["ratio_loss"]
+            ratio_loss = ratio_head_loss(ratio, accepted, counted.any(-1), self.block_size) / blocks
+            values["ratio_loss"], loss = ratio_loss.detach(), loss + ratio_loss
         if drafted.survival_logits is not None:
             labels = matched.float()
             if self.args.temperature > 0 and output.acceptance is not None:
@@ -209,8 +230,7 @@ class OPDTrainer(Trainer):
             survival = survival_head_loss(
                 drafted.survival_logits.view(labels.shape), labels, reach_probabilities(labels), counted
             )
-            values["survival_loss"] = survival / blocks
-            loss = loss + values["survival_loss"]
+            values["survival_loss"], loss = (survival / blocks).detach(), loss + survival / blocks
         if model.training:
             self.metrics_seen.add_blocks(matched, counted, values, output.outside)
         return (loss, {"matched": matched, "counted": counted}) if return_outputs else loss
@@ -225,19 +245,13 @@ class OPDTrainer(Trainer):
         """
         ids, anchors, response = inputs["input_ids"], inputs["anchors"], inputs["response_mask"]
         batch, length = ids.shape
-        features = {name: inputs[name] for name in _FEATURES if name in inputs}
-        if not features:
-            features = target_features(
-                self.target, ids, inputs["attention_mask"], self.drafter.config.target_layer_ids
-            )
-        self._check_finite(features["taps"])
+        features = self._features(inputs)
         size, dtype = self.block_size, self.drafter.fc.weight.dtype
+        if anchors.shape[1] == 0:
+            # A block that counts nowhere: a zero loss that still touches all parameters keeps every rank in step.
+            anchors = anchors.new_full((batch, 1), -1)
         anchor_ids = ids.gather(1, anchors.clamp(min=0))
         noise = noise_embeddings(self.target, self.drafter, anchor_ids, size).flatten(1, 2)
-        if anchors.shape[1] == 0:
-            # Keeps every rank in step: a zero loss that still touches all parameters.
-            zero = sum((p.sum() for p in model.parameters() if p.requires_grad), start=noise.sum()) * 0.0
-            return self._empty(zero, batch)
         output = model(
             noise_embeds=noise,
             context_hidden_states=features["taps"].to(dtype),
@@ -260,7 +274,7 @@ class OPDTrainer(Trainer):
             targets.log_normalizers = features["log_normalizers"].flatten()
         result = drafter_loss(
             states[counted],
-            self._head(),
+            DraftHead.shared(self.target, self.drafter),
             targets,
             normalizer,
             soft_label_weight=self.args.soft_label_weight,
@@ -269,26 +283,21 @@ class OPDTrainer(Trainer):
         matched = torch.zeros_like(counted).masked_scatter(counted, result.matched)
         return result, matched, counted, output
 
-    def _empty(
-        self, zero: torch.Tensor, batch: int
-    ) -> tuple[DraftLossOutput, torch.Tensor, torch.Tensor, Any]:
-        from ..modeling_adaflash import AdaFlashDraftOutput
-
-        none = torch.zeros(batch, 0, self.block_size - 1, dtype=torch.bool, device=zero.device)
-        return DraftLossOutput(zero, none.flatten()), none, none, AdaFlashDraftOutput()
-
-    def _head(self) -> DraftHead:
-        if getattr(self, "_draft_head", None) is None:
-            self._draft_head = DraftHead(self.target, self.drafter)
-        return self._draft_head
-
-    def _check_finite(self, taps: torch.Tensor) -> None:
-        finite = taps.isfinite().flatten(1).all(1)
+    def _features(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the target says about the batch, from the store or from the target itself."""
+        if "taps" in inputs:
+            features = {name: inputs[name] for name in _FEATURES}
+        else:
+            layer_ids = self.drafter.config.target_layer_ids
+            features = target_features(self.target, inputs["input_ids"], inputs["attention_mask"], layer_ids)
+        finite = features["taps"].isfinite().flatten(1).all(1) & features["log_normalizers"].isfinite().all(1)
         if not finite.all():
+            samples = [sample for sample, fine in zip(inputs["samples"], finite.tolist(), strict=True) if not fine]
             raise ValueError(
-                f"The target's hidden states hold NaN or infinity for samples {(~finite).nonzero().flatten().tolist()} "
-                "of this batch: check the target's dtype and these samples' text."
+                f"The target's hidden states or logits hold NaN or infinity for samples {samples} of the dataset (in its "
+                "order, dropped rows left out): check the target's dtype and these samples' text."
             )
+        return features
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the slots' accuracy and the simulated acceptance length to the training logs."""
@@ -304,21 +313,36 @@ class OPDTrainer(Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         """Every response position opens a block; the rounds that decoding would make are walked over them."""
         inputs = self._prepare_inputs(inputs)
-        valid = valid_anchors(inputs["response_mask"], self.block_size, partial=True)
-        inputs["anchors"] = sample_anchors(valid, valid.shape[1])
+        response = inputs["response_mask"]
+        # Decoding's first anchor is the response's first token; training may open a block at the prompt's last.
+        valid = valid_anchors(response, self.block_size, partial=True) & response
+        anchors = sample_anchors(valid, valid.shape[1])
+        _, counted = label_positions(anchors, self.block_size, response)
+        items = (self.weights.to(counted.device) * counted).sum()
+        loss, matched = torch.zeros((), device=counted.device), []
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, seen = self.compute_loss(model, inputs, return_outputs=True)
+            inputs = {**inputs, **self._features(inputs)}
+            # As many blocks at a time as in training: the mask grows with their square.
+            for piece in anchors.split(self.args.num_anchors, dim=1):
+                part, seen = self.compute_loss(
+                    model, {**inputs, "anchors": piece}, return_outputs=True, num_items_in_batch=items
+                )
+                loss = loss + part
+                matched.append(seen["matched"][:, : piece.shape[1]])
         if self._evaluated is not None:
-            for row, domain in enumerate(inputs["domains"]):
-                rounds = simulated_acceptance(inputs["anchors"][row], seen["matched"][row], seen["counted"][row])
-                self._evaluated.add_rounds(domain, *rounds)
-        return loss.detach(), None, None
+            matched = torch.cat(matched, dim=1)
+            for row, (sample, domain) in enumerate(zip(inputs["samples"], inputs["domains"], strict=True)):
+                rounds = simulated_acceptance(anchors[row], matched[row], counted[row])
+                self._evaluated.add_rounds(sample, domain, *rounds)
+        return loss, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Adds acceptance length, per slot and by domain, to what the loop reports."""
         self._evaluated = SlotMetrics(self.block_size - 1)
         try:
             output = super().evaluation_loop(*args, **kwargs)
+            for rounds in gather_object([self._evaluated.rounds]):
+                self._evaluated.rounds |= rounds
             prefix = kwargs.get("metric_key_prefix", "eval")
             output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluated.result().items()})
         finally:

@@ -42,7 +42,7 @@ def prompt_token_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     """
     if row.get("prompt_ids") is not None:
         return list(row["prompt_ids"])
-    prompt = row.get("prompt", row.get("messages"))
+    prompt = row.get("prompt") or row.get("messages")
     if not prompt:
         raise ValueError(f"A row needs 'prompt', 'messages' or 'prompt_ids', and this one has {sorted(row)}.")
     if tokenizer is None:

@@ -1,0 +1,1 @@
+"""Measuring acceptance and speed."""
