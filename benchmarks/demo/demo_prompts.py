@@ -1,6 +1,6 @@
 """Write `src/adaflash_hf/demo/prompts.jsonl`: held-out prompts of four domains, drawn by seed.
 
-    python benchmarks/demo/demo_prompts.py --wheels DIR
+python benchmarks/demo/demo_prompts.py --wheels DIR
 """
 
 from __future__ import annotations

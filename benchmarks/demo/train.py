@@ -1,6 +1,6 @@
 """Train the demo drafter on the target's text with the package's own trainer (supervised stage).
 
-    python benchmarks/demo/train.py --target DIR --rollouts DIR --out DIR [--epochs 3]
+python benchmarks/demo/train.py --target DIR --rollouts DIR --out DIR [--epochs 3]
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def main() -> None:
             draft_token_ids=draft_vocabulary(train, args.draft_vocab),
             **({"target_layer_ids": args.taps} if args.taps else {}),
         ).float()
-    print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters; {len(train)} training rollouts, {len(held)} held out")
+    print(
+        f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters; {len(train)} training rollouts, {len(held)} held out"
+    )
     trainer = OPDTrainer(
         model=drafter,
         target_model=target,
@@ -123,7 +125,9 @@ def main() -> None:
     metrics = trainer.evaluate()
     print(json.dumps(metrics, indent=2))
     trainer.save_model(str(args.out / "drafter"))
-    (args.out / "metrics.json").write_text(json.dumps({"args": vars(args), "log": trainer.state.log_history}, default=str))
+    (args.out / "metrics.json").write_text(
+        json.dumps({"args": vars(args), "log": trainer.state.log_history}, default=str)
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 LENGTH_POLICIES = ("fixed", "ratio", "confidence")
 DEFAULT_POLICY = "confidence"
+_FILLED_IN = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def read_draft_settings(
 ) -> DraftSettings:
     """Reads the drafter's settings, the call's own `num_assistant_tokens` winning over the drafter's.
 
+    `generate()` fills in 20 where the call says nothing, so 20 in the call counts as nothing said.
+
     Raises:
         ValueError: A field has a value that is not accepted; the message names it.
     """
@@ -63,7 +66,7 @@ def read_draft_settings(
         value = getattr(generation_config, name, None)
         if name == "num_assistant_tokens":
             own = getattr(call_config, name, None)
-            value = own if own is not None else value
+            value = value if own is None or own == _FILLED_IN else own
         if value is not None:
             values[name] = value
     return DraftSettings(**values)

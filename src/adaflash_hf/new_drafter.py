@@ -52,6 +52,14 @@ def _draft_rope(text_config: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def _field(config: Any, name: str) -> Any:
+    """A field of the target's config, `None` where it is missing or differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # heterogeneous configs refuse to answer for all layers at once
+        return None
+
+
 def build_config(
     target: PreTrainedModel,
     *,
@@ -71,8 +79,8 @@ def build_config(
         raise ValueError(f"target={type(target).__name__} has {layers} decoder layers: at least 2 are needed.")
     rows, hidden = target.get_input_embeddings().weight.shape
     heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    intermediate = getattr(text, "intermediate_size", None)
+    head_dim = _field(text, "head_dim") or hidden // heads
+    intermediate = _field(text, "intermediate_size")
     if not isinstance(intermediate, int):
         intermediate = 3 * hidden
     # MoE targets name the width of one expert; a drafter that narrow learns little.
@@ -83,7 +91,7 @@ def build_config(
         "intermediate_size": intermediate,
         "num_hidden_layers": min(5, layers) if num_hidden_layers is None else num_hidden_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "num_key_value_heads": _field(text, "num_key_value_heads") or heads,
         "head_dim": head_dim + head_dim % 2,
         "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
         "rope_parameters": _draft_rope(text),

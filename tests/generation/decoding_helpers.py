@@ -10,13 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers import VOCAB, tiny_drafter, tiny_target
 from transformers import PreTrainedModel
 
 from adaflash_hf import AdaFlashDraftModel
 from adaflash_hf.generation import drafting
 from adaflash_hf.generation.drafting import BlockDrafter
-
-from helpers import VOCAB, tiny_drafter, tiny_target
 
 NEW = 14  # new tokens where a test does not say otherwise
 

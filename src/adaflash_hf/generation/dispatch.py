@@ -193,9 +193,7 @@ def _decode(
         if obstacle is None:
             if streamer is not None and rows > 1:
                 raise ValueError(f"streamer works for one row, and the batch has {rows}.")
-            decoder = PackedDecoder(
-                target, drafter, settings, config, logits_processor, stopping_criteria, streamer
-            )
+            decoder = PackedDecoder(target, drafter, settings, config, logits_processor, stopping_criteria, streamer)
             output, stats = decoder.decode(input_ids, model_kwargs)
         else:
             output, stats = _decode_in_transformers_loop(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling_adaflash import AdaFlashDraftModel
 from ..linear_packing import is_packed, packed_like
+from ..modeling_adaflash import AdaFlashDraftModel
 
 _heads: WeakKeyDictionary[AdaFlashDraftModel, tuple[Any, DraftHead]] = WeakKeyDictionary()
 

@@ -96,9 +96,7 @@ class BlockDrafter:
         output = self._forward(anchors, positions)
         logits = self.block_logits(output, positions)
         planned = plan_lengths(self.policy, self.settings, output, logits, self.block_size)
-        lengths = [
-            max(0, min(plan, cap, self.cap)) for plan, cap in zip(planned, caps, strict=True)
-        ]
+        lengths = [max(0, min(plan, cap, self.cap)) for plan, cap in zip(planned, caps, strict=True)]
         return [
             self._choose(logits[row, :length], processors[row], texts[row], planned[row])
             for row, length in enumerate(lengths)
@@ -134,9 +132,7 @@ class BlockDrafter:
         """`[rows, block_size - 1, draft vocabulary]` logits of the drafted slots, before any processor."""
         return self.head(output.last_hidden_state[:, 1:]).float()
 
-    def _choose(
-        self, logits: torch.Tensor, processors: LogitsProcessorList, text: torch.Tensor, planned: int
-    ) -> Draft:
+    def _choose(self, logits: torch.Tensor, processors: LogitsProcessorList, text: torch.Tensor, planned: int) -> Draft:
         """Draws the tokens of one row, slot by slot where a processor reads the text."""
         if len(logits) == 0:
             return Draft([], planned)

@@ -18,6 +18,12 @@ NAME = "adaflash_packed"
 _thread = threading.local()
 _lock = threading.RLock()
 _originals: dict[int, list[Any]] = {}
+# Inputs of an attention that change what it attends to, and which packed attention does not have.
+_NOT_UNDERSTOOD = ("position_bias", "indices", "block_indices", "sinks")
+
+
+class NotPackable(Exception):
+    """The target's attention does something that packed attention would leave out; the message says what."""
 
 
 class PackedLayout:
@@ -33,6 +39,8 @@ class PackedLayout:
         self.longest_query = max(self.counts)
         self.longest_key = max(past + count for past, count in zip(self.pasts, self.counts, strict=True))
         self.dense = len(set(self.counts)) == 1
+        self.masked_windows: set[int | None] = set()
+        self.attended = 0
         self._tensors: dict[Any, Any] = {}
 
     @property
@@ -63,11 +71,20 @@ class PackedLayout:
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """`[rows, heads, longest_query, width]` -> `[1, N, heads, width]`."""
         if self.rows == 1:
-            return states.transpose(1, 2)
+            return states.transpose(1, 2).contiguous()
         if self.dense:
             return states.transpose(1, 2).reshape(1, -1, states.shape[1], states.shape[3])
         rows, places = self.places(states.device)
         return states[rows, :, places][None]
+
+    def window(self, module: torch.nn.Module, given: int | None) -> int | None:
+        """The window of a layer. The masks that the model asked for decide: some models hand on no `sliding_window`."""
+        if len(self.masked_windows) == 1:
+            return next(iter(self.masked_windows))
+        kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+        if given is None and kinds is not None and index is not None and kinds[index] == "sliding_attention":
+            return next(window for window in self.masked_windows if window is not None)
+        return given
 
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Boolean `[rows, 1, longest_query, longest_key]`; `None` where everything is visible."""
@@ -105,7 +122,7 @@ def packed_attention(
         query: `[1, heads, N, head_dim]`.
         key: `[rows, kv_heads, longest, head_dim]`, from [`RaggedCache`].
         value: Likewise.
-        attention_mask: Ignored in a packed forward, whose masks follow from the rows' lengths.
+        attention_mask: `None` in a packed forward, whose masks follow from the rows' lengths.
         scaling: Factor on the scores.
         sliding_window: Tokens a query sees, itself included.
         softcap: `tanh` cap of the scores.
@@ -113,6 +130,9 @@ def packed_attention(
 
     Returns:
         `[1, N, heads, head_dim]` and `None`.
+
+    Raises:
+        NotPackable: The layer brings a mask or bias of its own.
     """
     layout: PackedLayout | None = getattr(_thread, "layout", None)
     if layout is None:
@@ -121,6 +141,11 @@ def packed_attention(
         return _original_attention(module)(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
+    unknown = [name for name in _NOT_UNDERSTOOD if kwargs.get(name) is not None]
+    if attention_mask is not None or unknown or kwargs.get("is_causal") is False:
+        raise NotPackable(f"{type(module).__name__} has {unknown or 'a mask'} of its own")
+    layout.attended += 1
+    sliding_window = layout.window(module, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout.rows > 1 and max(layout.pasts) == 0:
         # Prefill: each row alone, so that unequal prompts cost what they are.
@@ -194,7 +219,12 @@ def _original_attention(module: torch.nn.Module) -> Any:
 
 def _packed_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """No mask inside a packed forward; what the target was configured for in any other thread."""
-    if getattr(_thread, "layout", None) is not None:
+    layout: PackedLayout | None = getattr(_thread, "layout", None)
+    if layout is not None:
+        # Skipping is allowed for a causal mask (with or without a window) and for nothing else.
+        if not kwargs.get("allow_is_causal_skip"):
+            raise NotPackable(f"{type(config).__name__} asks for a mask that is more than causal")
+        layout.masked_windows.add(kwargs.get("local_size"))
         return None
     original = ALL_MASK_ATTENTION_FUNCTIONS[_original_name(config)] if config is not None else None
     return None if original is None else original(*args, config=config, **kwargs)
@@ -213,7 +243,9 @@ def packed_forward(target: PreTrainedModel, layout: PackedLayout) -> Iterator[No
     """
     config = target.config.get_text_config()
     with _lock:
-        held = _originals.setdefault(id(config), [config._attn_implementation, 0])
+        held = _originals.setdefault(id(config), ["", 0])
+        if held[1] == 0:
+            held[0] = config._attn_implementation
         held[1] += 1
         config._attn_implementation_internal = NAME
     outer = getattr(_thread, "layout", None)
@@ -225,5 +257,5 @@ def packed_forward(target: PreTrainedModel, layout: PackedLayout) -> Iterator[No
         with _lock:
             held[1] -= 1
             if held[1] == 0:
+                # The name stays on record: another thread may have looked up the packed function just before.
                 config._attn_implementation_internal = held[0]
-                del _originals[id(config)]

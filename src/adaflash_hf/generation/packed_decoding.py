@@ -18,7 +18,7 @@ from .._compat import cache_argument, cache_output, pop_cache
 from ..draft_settings import DraftSettings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .drafting import BlockDrafter, Draft
-from .packed_attention import PackedLayout, packed_forward
+from .packed_attention import NotPackable, PackedLayout, packed_forward
 from .ragged_cache import RaggedCache
 from .row_inputs import RowStops, logits_only, row_processors
 from .stats import DraftStats
@@ -33,8 +33,9 @@ class Row:
     Args:
         index: Its place in the user's batch.
         padding: Padding tokens left of it.
-        text: `[length]` ids, as processors and criteria see them (no prompt ids where the prompt was embeddings).
-        length: Tokens including the prompt; the last one, the anchor, is not in the cache yet.
+        text: Ids as processors and criteria see them (no prompt ids where the prompt was embeddings, and only what was
+            passed where the rest of it is in the cache).
+        length: Tokens including the whole prompt; the last one, the anchor, is not in the cache yet.
         processors: Its logits processors.
         emitted: New tokens so far.
         scores: Processed scores `[vocabulary]` of each new token, where asked for.
@@ -89,12 +90,20 @@ class PackedDecoder:
 
         Returns:
             What `generate()` returns, and the statistics.
+
+        Raises:
+            NotPackable: The target's attention cannot be packed; nothing has been decoded yet.
         """
         given_cache = pop_cache(model_kwargs)
         embeds = model_kwargs.get("inputs_embeds")
-        prompt_length = input_ids.shape[1] if embeds is None else embeds.shape[1]
-        unpadded = prompt_length == input_ids.shape[1]
         mask = model_kwargs.get("attention_mask")
+        if embeds is not None:
+            prompt_length = embeds.shape[1]
+        elif mask is not None:
+            prompt_length = mask.shape[1]  # more than `input_ids` where those are only what the cache does not hold
+        else:
+            prompt_length = getattr(self.config, "_mask_length", input_ids.shape[1])
+        whole = prompt_length == input_ids.shape[1]
         count = input_ids.shape[0]
         paddings = [0] * count if mask is None else (mask.shape[1] - mask.sum(1)).tolist()
         held = int(given_cache.get_seq_length()) if given_cache is not None else 0
@@ -102,9 +111,9 @@ class PackedDecoder:
             Row(
                 index=index,
                 padding=padding,
-                text=input_ids[index, padding if unpadded else 0 :],
+                text=input_ids[index, padding if whole else 0 :],
                 length=prompt_length - padding,
-                processors=row_processors(self.given_processors, index, count, padding, self.config),
+                processors=row_processors(self.given_processors, index, count, padding if whole else 0, self.config),
             )
             for index, padding in enumerate(paddings)
         ]
@@ -129,7 +138,7 @@ class PackedDecoder:
     def _prefill(self, rows: list[Row], embeds: torch.Tensor | None, starts: list[int]) -> list[Row]:
         counts = [row.length - start for row, start in zip(rows, starts, strict=True)]
         if embeds is None:
-            tokens = torch.cat([row.text[start:] for row, start in zip(rows, starts, strict=True)])[None]
+            tokens = torch.cat([row.text[-count:] for row, count in zip(rows, counts, strict=True)])[None]
             inputs = {"input_ids": tokens}
         else:
             pieces = [embeds[row.index, row.padding + start :] for row, start in zip(rows, starts, strict=True)]
@@ -143,7 +152,7 @@ class PackedDecoder:
             self.drafting.add_context(place, taps[0, first : first + counts[place]])
             first += counts[place]
             new = self._verify(row, Draft([], 0), logits[place : place + 1])
-            kept, done = self.stops.cut(row.text, new, row.emitted, self._criterion_scores(row))
+            kept, done = self.stops.cut(row.text, new, row.emitted, row.scores if self.keep_scores else None)
             self._commit(row, kept)
             if not done:
                 running.append(row)
@@ -160,8 +169,11 @@ class PackedDecoder:
         narrow = keep is not None and self.target._supports_logits_to_keep()
         if narrow:
             inputs["logits_to_keep"] = keep.to(device)
-        with packed_forward(self.target, PackedLayout(counts, pasts)):
+        layout = PackedLayout(counts, pasts)
+        with packed_forward(self.target, layout):
             logits = self.target(**inputs).logits[0]
+        if layout.attended < len(self.cache.keys):
+            raise NotPackable(f"{type(self.target).__name__} has layers with another attention than configured")
         if keep is not None and not narrow:
             logits = logits[keep.to(logits.device)]
         return logits.to(device=device, dtype=torch.float32)
@@ -186,13 +198,15 @@ class PackedDecoder:
         running, accepted, first = [], [], 0
         for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             new = self._verify(row, draft, logits[first : first + counts[place]])
-            kept, done = self.stops.cut(row.text, new, row.emitted, self._criterion_scores(row))
+            kept, done = self.stops.cut(row.text, new, row.emitted, row.scores if self.keep_scores else None)
             del row.scores[row.emitted + len(kept) :], row.logits[row.emitted + len(kept) :]
             self.drafting.add_context(place, taps[0, first : first + len(kept)])
             first += counts[place]
             accepted.append(len(kept))
             self._commit(row, kept)
-            self.stats.add_round(draft.planned, len(draft.token_ids), len(new) - 1, len(kept))
+            matches = next((i for i, pair in enumerate(zip(new, draft.token_ids)) if len(set(pair)) > 1), None)
+            matches = min(len(new), len(draft.token_ids)) if matches is None else matches
+            self.stats.add_round(draft.planned, len(draft.token_ids), matches, len(kept))
             if not done:
                 running.append(row)
         self.cache.commit(accepted)
@@ -227,7 +241,7 @@ class PackedDecoder:
         new: list[int] = []
         for place in range(len(drafted) + 1):
             new.append(int(scores_at(place, new).argmax(-1)))
-            if place == len(drafted) or new[-1] != drafted[place]:
+            if place == len(drafted) or new[-1] != drafted[place] or new[-1] in self.stops.eos:
                 break
         return new
 
@@ -242,9 +256,6 @@ class PackedDecoder:
             if token in self.stops.eos:
                 return new  # the text ends here; nothing is drawn after it
         return [*new, int(torch.multinomial(target_probs(len(new), new), 1))]
-
-    def _criterion_scores(self, row: Row) -> Any:
-        return tuple(score[None] for score in row.scores) if self.keep_scores else None
 
     def _commit(self, row: Row, new: list[int]) -> None:
         row.text = torch.cat([row.text, row.text.new_tensor(new)])

@@ -18,6 +18,7 @@ LOGITS_ONLY = (
     processors.TemperatureLogitsWarper,
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,
+    processors.TopHLogitsWarper,
     processors.MinPLogitsWarper,
     processors.TypicalLogitsWarper,
     processors.EpsilonLogitsWarper,
@@ -96,20 +97,23 @@ def row_processors(
             continue
         if rows > 1 and not logits_only(processor):
             processor = copy.deepcopy(processor)
-        if padding and not logits_only(processor):
-            _shift(processor, padding, config)
-        result.append(processor)
+        result.append(_shift(processor, padding, config) if padding else processor)
     return result
 
 
-def _shift(processor: Any, padding: int, config: GenerationConfig) -> None:
-    for name in ("prompt_length_to_skip", "begin_index", "regulation_start", "prompt_ignore_length"):
-        if isinstance(getattr(processor, name, None), int):
-            setattr(processor, name, getattr(processor, name) - padding)
+def _shift(processor: Any, padding: int, config: GenerationConfig) -> Any:
+    """The processor with lengths that leave out the padding; a copy, since the given one may be the user's."""
+    names = ["prompt_length_to_skip", "begin_index", "regulation_start", "prompt_ignore_length"]
     if isinstance(processor, processors.MinLengthLogitsProcessor) and config.min_new_tokens is not None:
-        processor.min_length -= padding
+        names.append("min_length")
     if isinstance(processor, processors.ForcedEOSTokenLogitsProcessor):
-        processor.max_length -= padding
+        names.append("max_length")
+    lengths = {name: getattr(processor, name, None) for name in names}
+    lengths = {name: value - padding for name, value in lengths.items() if isinstance(value, int)}
+    if lengths:
+        processor = copy.copy(processor)
+        vars(processor).update(lengths)
+    return processor
 
 
 class RowStops:
@@ -133,7 +137,7 @@ class RowStops:
             ids: `[length]`, what the row holds before `new`.
             new: Tokens about to be committed.
             emitted: New tokens the row has already.
-            scores: The row's scores so far, for criteria that read them.
+            scores: The row's scores so far and those of `new`, for criteria that read them; `None` if not kept.
         """
         kept = ids
         for place, token in enumerate(new):
@@ -141,7 +145,8 @@ class RowStops:
             if self.others:
                 kept = torch.cat([kept, kept.new_tensor([token])])
                 # All are asked, as transformers does: a criterion may count its calls.
-                done |= bool(self.others(kept[None], scores)[0])
+                seen = None if scores is None else tuple(score[None] for score in scores[: emitted + place + 1])
+                done |= bool(self.others(kept[None], seen)[0])
             if done:
                 return new[: place + 1], True
         return new, False

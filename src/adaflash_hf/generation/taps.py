@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -35,7 +36,7 @@ class TapRecorder:
 
     Forward hooks are used since they work the same on every transformers version and architecture. A tap on the last
     layer reads the state *after* the final norm, as `hidden_states[-1]` of transformers does and as the published
-    drafters were trained.
+    drafters were trained. Forwards that other threads make with the same target are not seen.
 
     Args:
         target: The model to read from.
@@ -54,6 +55,8 @@ class TapRecorder:
                     f"{layer_id} is outside [0, {len(layers) - 1}]."
                 )
         self.layer_ids = list(layer_ids)
+        self._name = type(target).__name__
+        self._thread = threading.get_ident()
         self._modules = [
             layers[layer_id] if layer_id < len(layers) - 1 else _final_norm(target, layers) for layer_id in layer_ids
         ]
@@ -61,9 +64,7 @@ class TapRecorder:
         self._handles: list[Any] = []
 
     def __enter__(self) -> TapRecorder:
-        self._handles = [
-            module.register_forward_hook(self._hook(index)) for index, module in enumerate(self._modules)
-        ]
+        self._handles = [module.register_forward_hook(self._hook(index)) for index, module in enumerate(self._modules)]
         return self
 
     def __exit__(
@@ -76,7 +77,8 @@ class TapRecorder:
 
     def _hook(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._states[index] = output[0] if isinstance(output, tuple) else output
+            if threading.get_ident() == self._thread:
+                self._states[index] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
@@ -85,9 +87,16 @@ class TapRecorder:
 
         Raises:
             RuntimeError: The target has not run since the last call.
+            ValueError: A tapped layer's output is not a hidden state (models that carry several streams).
         """
         if any(state is None for state in self._states):
             raise RuntimeError("The target's tapped layers have not run since the taps were last taken.")
+        for layer_id, state in zip(self.layer_ids, self._states, strict=True):
+            if state.ndim != 3:
+                raise ValueError(
+                    f"target={self._name} cannot be drafted for: layer {layer_id} puts out {list(state.shape)} instead of "
+                    "[batch, length, hidden]."
+                )
         states = [state[:, :length].to(device) for state in self._states]
         self._states = [None] * len(self.layer_ids)
         return torch.cat(states, dim=-1)

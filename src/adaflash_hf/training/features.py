@@ -176,7 +176,9 @@ class FeatureStore:
             try:
                 self._open[shard] = safe_open(self._path(shard), "pt")
             except Exception as error:
-                raise ValueError(f"{self._path(shard)} is damaged ({error}): delete it, and it is made again.") from error
+                raise ValueError(
+                    f"{self._path(shard)} is damaged ({error}): delete it, and it is made again."
+                ) from error
         handle = self._open[shard]
         found = {name: handle.get_tensor(f"{place}.{name}") for name in ("taps", "states", "argmax", "log_normalizers")}
         return {**found, "argmax": found["argmax"].long()}

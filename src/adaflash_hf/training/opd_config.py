@@ -26,13 +26,15 @@ class OPDConfig(TrainingArguments):
     head_learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of the length heads."})
     max_new_tokens: int = field(default=512, metadata={"help": "Most tokens the target writes for a prompt."})
     max_length: int = field(
-        default=2048, metadata={"help": "Longest prompt and response together; responses are cut, long prompts dropped."}
+        default=2048,
+        metadata={"help": "Longest prompt and response together; responses are cut, long prompts dropped."},
     )
     rollout_batch_size: int = field(default=32, metadata={"help": "Prompts the target answers at once."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature of the rollouts; 0 is greedy."})
     num_anchors: int = field(default=512, metadata={"help": "Most blocks trained on a sequence and step."})
     gamma: float | None = field(
-        default=None, metadata={"help": "Decay of the position weights; by default 7 / 5 / 4 for blocks of 16 / 10 / 8."}
+        default=None,
+        metadata={"help": "Decay of the position weights; by default 7 / 5 / 4 for blocks of 16 / 10 / 8."},
     )
     soft_label_weight: float = field(
         default=0.0,

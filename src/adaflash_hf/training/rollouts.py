@@ -119,7 +119,10 @@ def _answer(
         mask[row, longest - len(prompt) :] = 1
     sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature > 0 else dict(do_sample=False)
     output = target.generate(
-        input_ids=ids.to(target.device), attention_mask=mask.to(target.device), max_new_tokens=max_new_tokens, **sampling
+        input_ids=ids.to(target.device),
+        attention_mask=mask.to(target.device),
+        max_new_tokens=max_new_tokens,
+        **sampling,
     )
     stop = target.generation_config.eos_token_id
     stops = set(stop if isinstance(stop, list) else [stop])
