@@ -8,6 +8,26 @@ from ..modeling_adaflash import AdaFlashDraftModel
 from .taps import decoder_layers
 
 
+def check_target_kind(target: PreTrainedModel) -> None:
+    """Refuses targets whose past cannot be taken back to the last accepted token.
+
+    Raises:
+        ValueError: Naming the target and why.
+    """
+    config, kind = target.config, None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "is an encoder-decoder"
+    elif getattr(target, "_is_stateful", False):
+        kind = "keeps a recurrent state"
+    elif getattr(config.get_text_config(), "is_decoder", True) is False:
+        kind = "attends to later tokens (is_decoder=False)"
+    if kind is not None:
+        raise ValueError(
+            f"assistant_model cannot be used with target={type(target).__name__}, which {kind}: rejected drafts cannot be "
+            "taken back. Leave out assistant_model."
+        )
+
+
 def check_drafter_fits(target: PreTrainedModel, drafter: AdaFlashDraftModel) -> None:
     """Compares the drafter's configuration with the target.
 

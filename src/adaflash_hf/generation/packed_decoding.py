@@ -23,7 +23,7 @@ from .ragged_cache import RaggedCache
 from .row_inputs import RowStops, logits_only, row_processors
 from .stats import DraftStats
 from .taps import TapRecorder
-from .verification import accept_sampled, residual_distribution, verify_greedy
+from .verification import accept_sampled, count_matches, residual_distribution, verify_greedy
 
 
 @dataclass
@@ -204,8 +204,7 @@ class PackedDecoder:
             first += counts[place]
             accepted.append(len(kept))
             self._commit(row, kept)
-            matches = next((i for i, pair in enumerate(zip(new, draft.token_ids)) if len(set(pair)) > 1), None)
-            matches = min(len(new), len(draft.token_ids)) if matches is None else matches
+            matches = count_matches(new, draft.token_ids)
             self.stats.add_round(draft.planned, len(draft.token_ids), matches, len(kept))
             if not done:
                 running.append(row)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def count_matches(new: list[int], drafted: list[int]) -> int:
+    """How many of the first tokens agree."""
+    return next((place for place, pair in enumerate(zip(new, drafted)) if pair[0] != pair[1]), min(len(new), len(drafted)))
+
+
 def verify_greedy(target_ids: torch.Tensor, drafted: list[int]) -> list[int]:
     """Tokens to commit: the target's choices up to and including the first that differs from the draft.
 
@@ -13,8 +18,7 @@ def verify_greedy(target_ids: torch.Tensor, drafted: list[int]) -> list[int]:
         drafted: Drafted token ids.
     """
     chosen = target_ids.tolist()
-    matches = next((place for place, token in enumerate(drafted) if chosen[place] != token), len(drafted))
-    return chosen[: matches + 1]
+    return chosen[: count_matches(chosen, drafted) + 1]
 
 
 def accept_sampled(
