@@ -110,6 +110,7 @@ def main() -> None:
             use_cpu=True,
             logging_steps=50,
             eval_strategy="steps",
+            eval_on_start=True,
             eval_steps=args.eval_steps,
             save_steps=args.eval_steps,
             save_total_limit=1,

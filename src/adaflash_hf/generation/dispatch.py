@@ -22,6 +22,7 @@ from ..draft_settings import read_draft_settings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import check_drafter_fits
+from .packed_attention import NotPackable
 from .packed_decoding import PackedDecoder
 from .stats import DraftStats
 
@@ -71,6 +72,8 @@ def packing_obstacle(target: PreTrainedModel, model_kwargs: dict[str, Any], conf
         return f"{name} keeps a recurrent state"
     if not getattr(target, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface"
+    if getattr(text, "num_kv_shared_layers", None):
+        return f"{name} shares keys and values between layers"
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if not kinds <= {"full_attention", "sliding_attention"}:
         return f"{name} has layers of the kinds {sorted(kinds)}"
@@ -189,13 +192,16 @@ def _decode(
     was_training = drafter.training
     drafter.eval()
     try:
-        obstacle = packing_obstacle(target, model_kwargs, config)
+        obstacle, output = packing_obstacle(target, model_kwargs, config), None
         if obstacle is None:
             if streamer is not None and rows > 1:
                 raise ValueError(f"streamer works for one row, and the batch has {rows}.")
             decoder = PackedDecoder(target, drafter, settings, config, logits_processor, stopping_criteria, streamer)
-            output, stats = decoder.decode(input_ids, model_kwargs)
-        else:
+            try:
+                output, stats = decoder.decode(input_ids, dict(model_kwargs))
+            except NotPackable as error:  # met in the forward over the prompt
+                obstacle = str(error)
+        if output is None:
             output, stats = _decode_in_transformers_loop(
                 target, input_ids, logits_processor, stopping_criteria, config, drafter, settings, streamer, obstacle,
                 loop_arguments, model_kwargs,

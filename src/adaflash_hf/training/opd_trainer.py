@@ -186,6 +186,11 @@ class OPDTrainer(Trainer):
             return _LengthGroupedSampler(size, dataset.lengths, self.args.data_seed or self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if getattr(self.args, "train_sampling_strategy", "") == "group_by_length":
+            return _LengthGroupedSampler(self.args.eval_batch_size, eval_dataset.lengths, seed=0)
+        return super()._get_eval_sampler(eval_dataset)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Draws the anchors of a whole optimizer step, so that its loss is divided by the step's total weight."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
