@@ -45,7 +45,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held])
         self.taps = TapRecorder(target, drafter.config.target_layer_ids)
         self.stats = DraftStats(policy=self.drafting.policy)
-        self.position_limit = _frequency_switch(target)
+        self.frequencies = _frequency_switch(target)
         self._held = held
         self._draft: Draft | None = None
 
@@ -83,8 +83,12 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.drafting.add_context(0, taps[first : first + new])
         cap = self.config.max_length - length - 1
         position = length - padding - 1
-        if self.position_limit is not None and position + 1 < self.position_limit:
-            cap = min(cap, self.position_limit - position - 2)
+        if self.frequencies is not None:
+            kind, limit = self.frequencies
+            if position < limit:
+                cap = min(cap, limit - position - 1)
+            elif kind == "dynamic":
+                cap = 0  # every further position has frequencies of its own
         text = input_ids[0, padding:]
         (self._draft,) = self.drafting.propose([int(text[-1])], [position], [cap], [self.processors], [text])
         if not self._draft.token_ids:
@@ -99,12 +103,16 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             self.stats.add_round(self._draft.planned, len(self._draft.token_ids), matches, matches + 1)
 
 
-def _frequency_switch(target: PreTrainedModel) -> int | None:
-    """Position at which a target's RoPE changes all its frequencies, which no draft may straddle."""
+def _frequency_switch(target: PreTrainedModel) -> tuple[str, int] | None:
+    """Kind of a RoPE whose frequencies depend on the longest position of a call, and how many positions share the first.
+
+    Plain decoding meets positions one at a time, so no draft may straddle a change.
+    """
     text = target.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in ("longrope", "dynamic"):
-            original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
-            return int(getattr(text, "original_max_position_embeddings", None) or original)
+        kind = parameters.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = parameters.get("original_max_position_embeddings")
+            return kind, int(original or text.max_position_embeddings)
     return None

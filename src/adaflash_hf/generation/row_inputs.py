@@ -97,12 +97,16 @@ def row_processors(
             continue
         if rows > 1 and not logits_only(processor):
             processor = copy.deepcopy(processor)
-        result.append(_shift(processor, padding, config) if padding else processor)
+        result.append(_shift(processor, row, padding, config))
     return result
 
 
-def _shift(processor: Any, padding: int, config: GenerationConfig) -> Any:
+def _shift(processor: Any, row: int, padding: int, config: GenerationConfig) -> Any:
     """The processor with lengths that leave out the padding; a copy, since the given one may be the user's."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, torch.Tensor):  # one number a row, which counts the padding
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[row])
     names = ["prompt_length_to_skip", "begin_index", "regulation_start", "prompt_ignore_length"]
     if isinstance(processor, processors.MinLengthLogitsProcessor) and config.min_new_tokens is not None:
         names.append("min_length")
@@ -110,7 +114,7 @@ def _shift(processor: Any, padding: int, config: GenerationConfig) -> Any:
         names.append("max_length")
     lengths = {name: getattr(processor, name, None) for name in names}
     lengths = {name: value - padding for name, value in lengths.items() if isinstance(value, int)}
-    if lengths:
+    if lengths and padding:
         processor = copy.copy(processor)
         vars(processor).update(lengths)
     return processor

@@ -344,6 +344,7 @@ class OPDTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Adds acceptance length, per slot and by domain, to what the loop reports."""
         self._evaluated = SlotMetrics(self.block_size - 1)
+        training = self.model.training
         try:
             output = super().evaluation_loop(*args, **kwargs)
             for rounds in gather_object([self._evaluated.rounds]):
@@ -352,4 +353,5 @@ class OPDTrainer(Trainer):
             output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluated.result().items()})
         finally:
             self._evaluated = None
+            self.model.train(training)
         return output
