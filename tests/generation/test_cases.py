@@ -94,7 +94,9 @@ def test_a4_a_criterion_inside_a_block_and_what_the_streamer_gets(pair):
     ids, _ = prompts([5])
     new = plain(target, ids)[0]
     stop_plain, stop_ours, streamer = StopAt(new[2]), StopAt(new[2]), Collect()
-    reference = target.generate(ids, max_new_tokens=14, do_sample=False, stopping_criteria=StoppingCriteriaList([stop_plain]))
+    reference = target.generate(
+        ids, max_new_tokens=14, do_sample=False, stopping_criteria=StoppingCriteriaList([stop_plain])
+    )
     with oracle(texts_of(ids, None, [new]), 0.0):
         found = target.generate(
             ids,
@@ -170,7 +172,9 @@ def test_a6_a_processor_that_counts_its_calls(pair):
             scores[:, self.calls % 60] += 8.0
             return scores
 
-    reference = target.generate(ids, logits_processor=LogitsProcessorList([Counting()]), max_new_tokens=14, do_sample=False)
+    reference = target.generate(
+        ids, logits_processor=LogitsProcessorList([Counting()]), max_new_tokens=14, do_sample=False
+    )
     with oracle(texts_of(ids, None, [reference[0, 5:].tolist()]), 0.2):
         found = target.generate(
             ids,
@@ -259,8 +263,14 @@ def test_a11_inputs_embeds(pair):
     ("change", "message"),
     [
         ({"target_layer_ids": [1, 99]}, r"target_layer_ids=\[1, 99\] .* 99 is outside \[0, 3\]"),
-        ({"num_target_layers": 7}, "num_target_layers=7 of the drafter does not fit target=LlamaForCausalLM, which has 4"),
-        ({"hidden_size": 48}, "hidden_size=48 of the drafter does not fit target=LlamaForCausalLM, whose hidden size is 32"),
+        (
+            {"num_target_layers": 7},
+            "num_target_layers=7 of the drafter does not fit target=LlamaForCausalLM, which has 4",
+        ),
+        (
+            {"hidden_size": 48},
+            "hidden_size=48 of the drafter does not fit target=LlamaForCausalLM, whose hidden size is 32",
+        ),
         ({"vocab_size": 77}, "vocab_size=77 of the drafter does not fit"),
     ],
 )
@@ -410,7 +420,9 @@ def test_logits_processors_for_a_batch(pair, call):
     else:
         expected = plain(target, ids, mask, **call)
     with oracle(texts_of(ids, mask, expected), 0.3):
-        found = target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=14, do_sample=False, **call)
+        found = target.generate(
+            ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=14, do_sample=False, **call
+        )
     assert_rows_equal(found, ids, expected)
     assert drafter.last_draft_stats.accepted > 0
 

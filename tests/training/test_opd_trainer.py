@@ -30,8 +30,10 @@ def target():
 
 def rows(count=8, response=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, 64, (n,), generator=generator).tolist()  # noqa: E731
-    return [{"prompt_ids": draw(4 + i % 3), "response_ids": draw(response), "domain": "ab"[i % 2]} for i in range(count)]
+    draw = lambda n: torch.randint(3, 64, (n,), generator=generator).tolist()
+    return [
+        {"prompt_ids": draw(4 + i % 3), "response_ids": draw(response), "domain": "ab"[i % 2]} for i in range(count)
+    ]
 
 
 def config(tmp_path, **kw):
@@ -178,7 +180,11 @@ class _StopAt(TrainerCallback):
 
 def test_c8_evaluation_during_training(target, tmp_path):
     trainer = OPDTrainer(
-        fresh(target), target, config(tmp_path, eval_strategy="steps", eval_steps=2), rows(), eval_dataset=rows(5, seed=3)
+        fresh(target),
+        target,
+        config(tmp_path, eval_strategy="steps", eval_steps=2),
+        rows(),
+        eval_dataset=rows(5, seed=3),
     )
     trainer.train()
     evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]

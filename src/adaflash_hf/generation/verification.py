@@ -7,7 +7,9 @@ import torch
 
 def count_matches(new: list[int], drafted: list[int]) -> int:
     """How many of the first tokens agree."""
-    return next((place for place, pair in enumerate(zip(new, drafted)) if pair[0] != pair[1]), min(len(new), len(drafted)))
+    return next(
+        (place for place, pair in enumerate(zip(new, drafted)) if pair[0] != pair[1]), min(len(new), len(drafted))
+    )
 
 
 def verify_greedy(target_ids: torch.Tensor, drafted: list[int]) -> list[int]:
