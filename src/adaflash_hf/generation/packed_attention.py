@@ -145,6 +145,9 @@ def packed_attention(
     if attention_mask is not None or unknown or kwargs.get("is_causal") is False:
         raise NotPackable(f"{type(module).__name__} has {unknown or 'a mask'} of its own")
     layout.attended += 1
+    if _original_name(module.config) == "sdpa":
+        # Up to transformers 5.17 sdpa drops a soft cap in silence; plain decoding is the measure, so it is dropped here.
+        softcap = None
     sliding_window = layout.window(module, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout.rows > 1 and max(layout.pasts) == 0:
