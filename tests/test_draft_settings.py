@@ -145,4 +145,5 @@ def test_ratio_draft_length_is_the_papers_rule(ratio, block, scale, drafts):
 def test_ratio_draft_length_treats_rows_apart_and_computes_in_float32():
     ratios = torch.tensor([0.0, 0.25, 0.5, 1.0])
     assert ratio_draft_length(ratios, 16, 1.3).tolist() == [0, 4, 9, 15]
-    assert ratio_draft_length(ratios.bfloat16(), 16, 1.3).tolist() == [0, 4, 9, 15]
+    # 8.53 slots, which bfloat16 arithmetic rounds to 8.5 and then to 8.
+    assert ratio_draft_length(torch.tensor([0.41015625]).bfloat16(), 16, 1.3).tolist() == [8]

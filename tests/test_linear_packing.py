@@ -74,3 +74,18 @@ def test_a_build_without_the_operator_warns_and_packs_nothing(monkeypatch, caplo
     with packed_linears(layer):
         assert not is_packed(layer)
     assert len(said) == 1 and "nothing is packed" in said[0]
+
+
+def test_dtypes_without_a_packed_product_are_left_as_they_are_and_said(monkeypatch):
+    from adaflash_hf import linear_packing
+
+    said = []
+    monkeypatch.setattr(linear_packing.logger, "warning", said.append)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double(), torch.nn.Linear(8, 8))
+    with packed_linears(model):
+        assert [is_packed(layer) for layer in model] == [True, False, True]
+    assert not any(is_packed(layer) for layer in model)
+    assert said == [
+        "packed_linears: this CPU has no packed linear product for ['torch.float64'], so layers of that dtype are left as "
+        "they are."
+    ]

@@ -6,10 +6,13 @@ import inspect
 from functools import cache
 from typing import Any
 
+from packaging.version import Version
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 SUPPORTED = "5.17 to 5.24"
+# Before, transformers' assisted loop runs on past an EOS accepted inside a block (fixed in #48981).
+LOOP_ENDS_AT_EOS = Version(Version(transformers_version).base_version) >= Version("5.18")
 _SEAMS = ("_get_candidate_generator", "_assisted_decoding", "_validate_generation_mode")
 
 

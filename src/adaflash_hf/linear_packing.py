@@ -83,11 +83,21 @@ class packed_linears:
                 "packed. Decoding stays correct and is slower."
             )
             return
+        refused = set()
         for model in models:
             for module in model.modules():
                 if type(module) is nn.Linear and module.weight.device.type == "cpu" and not is_packed(module):
-                    pack_linear(module)
-                    self.layers.append(module)
+                    try:
+                        pack_linear(module)
+                    except RuntimeError:
+                        refused.add(str(module.weight.dtype))
+                    else:
+                        self.layers.append(module)
+        if refused:
+            logger.warning(
+                f"packed_linears: this CPU has no packed linear product for {sorted(refused)}, so layers of that dtype are "
+                "left as they are."
+            )
 
     def restore(self) -> None:
         """Puts every layer back as it was."""

@@ -54,6 +54,20 @@ def test_same_drafts_and_same_text(pair, monkeypatch):
     assert all(a == b for a, b in whole)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_same_drafts_for_every_target(kind, sliding, monkeypatch):
+    target = shared_target(kind)
+    own = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5} if sliding else {}
+    drafter = tiny_drafter(target, block_size=4, mask_token_id=7, **own)
+    drafter.generation_config.length_policy = "fixed"
+    ids, _ = prompts([13])
+    first, second, ours, theirs = drafts_of_both(target, drafter, ids, monkeypatch, max_new_tokens=16)
+    assert torch.equal(first, second)
+    whole = [(a, b) for a, b in zip(ours, theirs) if len(a) == 3]
+    assert len(whole) > 5 and all(a == b for a, b in whole)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.8, 3.0])
 def test_the_ratio_policy_cuts_blocks_there(pair, scale, monkeypatch):
     target, drafter = pair

@@ -195,3 +195,43 @@ def test_inside_transformers_own_loop(target, name, monkeypatch):
         counts[found[0, 5] * VOCAB + found[0, 6]] += 1
     pairs = exact_distribution(target, prompt, call).view(VOCAB**2, VOCAB).sum(1)
     assert p_value(counts, pairs) > 1e-3
+
+
+def test_texts_that_end(target, drafter, monkeypatch):
+    """An end token inside a block: nothing is drawn after it, and nothing before it is more or less likely."""
+    prompt, call, end = torch.tensor([[3, 1, 4, 1, 5]]), {"temperature": 1.4, "top_k": 0}, 2
+    with settings(drafter, length_policy="fixed"):
+        counts, accepted, drafted = sample(target, drafter, prompt, {**call, "eos_token_id": end}, monkeypatch)
+    exact = torch.zeros(VOCAB**3, dtype=torch.double)
+    for text, probability in zip(
+        itertools.product(range(VOCAB), repeat=3), exact_distribution(target, prompt, call), strict=True
+    ):
+        shown = [*text[: text.index(end) + 1], 0, 0][:3] if end in text else text  # what follows an end is padding
+        exact[shown[0] * VOCAB**2 + shown[1] * VOCAB + shown[2]] += probability
+    assert 0.1 * drafted < accepted < 0.95 * drafted
+    assert p_value(counts, exact) > 1e-3
+
+
+def test_a_batch_of_unequal_prompts(target, drafter, monkeypatch):
+    """Two prompts, each row's three tokens against its own prompt's distribution."""
+    long, short, call = torch.tensor([[3, 1, 4, 1, 5, 0, 2]]), torch.tensor([[5, 4]]), CALLS["top_p"]
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1)
+    ids = torch.cat([long, padded])
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        marginal = target(long).logits[0, -1]
+    monkeypatch.setattr(BlockDrafter, "_marginal", marginal, raising=False)
+    monkeypatch.setattr(BlockDrafter, "block_logits", noisy_block_logits(target, 0.7))
+    torch.manual_seed(4)
+    with settings(drafter, length_policy="confidence", confidence_threshold=0.05):
+        found = torch.cat([
+            target.generate(
+                ids, attention_mask=mask, assistant_model=drafter, do_sample=True, num_return_sequences=CHUNK,
+                max_new_tokens=4, pad_token_id=0, **call,
+            )[:, 7:10].view(2, CHUNK, 3)
+            for _ in range(SAMPLES // CHUNK // 2)
+        ], dim=1)  # fmt: skip
+    for row, prompt in enumerate((long, short)):
+        counts = torch.bincount(found[row] @ torch.tensor([VOCAB**2, VOCAB, 1]), minlength=VOCAB**3).float()
+        assert p_value(counts, exact_distribution(target, prompt, call)) > 1e-3

@@ -8,11 +8,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .._compat import LOOP_ENDS_AT_EOS
 from ..draft_settings import DraftSettings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .drafting import BlockDrafter, Draft
 from .stats import DraftStats
 from .taps import TapRecorder
+from .verification import count_matches
 
 
 class AdaFlashCandidateGenerator(CandidateGenerator):
@@ -42,7 +44,10 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         held: int = 0,
     ) -> None:
         self.config, self.processors = generation_config, logits_processor
-        self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held])
+        # Left to the target where the loop would run on past an EOS in the middle of a block.
+        end = None if LOOP_ENDS_AT_EOS else getattr(generation_config, "_eos_token_tensor", None)
+        never = [] if end is None else end.flatten().tolist()
+        self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held], never)
         self.taps = TapRecorder(target, drafter.config.target_layer_ids)
         self.stats = DraftStats(policy=self.drafting.policy)
         self.frequencies = _frequency_switch(target)
@@ -99,8 +104,10 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Counts the round that transformers has just verified."""
         if self._draft is not None:
-            matches = int(num_matches)
-            self.stats.add_round(self._draft.planned, len(self._draft.token_ids), matches, matches + 1)
+            # `num_matches` leaves out an accepted token that ends the text.
+            emitted = int(num_matches) + 1
+            matches = count_matches(input_ids[0, -emitted:].tolist(), self._draft.token_ids)
+            self.stats.add_round(self._draft.planned, len(self._draft.token_ids), matches, emitted)
 
 
 def _frequency_switch(target: PreTrainedModel) -> tuple[str, int] | None:

@@ -12,6 +12,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -21,7 +28,7 @@ from .._compat import check_seams, pop_cache
 from ..draft_settings import read_draft_settings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .candidate_generator import AdaFlashCandidateGenerator
-from .compatibility import check_drafter_fits
+from .compatibility import check_drafter_fits, check_target_kind
 from .packed_attention import NotPackable
 from .packed_decoding import PackedDecoder
 from .stats import DraftStats
@@ -44,6 +51,8 @@ _PLAIN_ARGUMENTS = {
     "output_hidden_states",
     "return_dict",
 }
+# What `RaggedCache.read_prefix` can read: keys and values as they are, not compressed or swapped out.
+_READABLE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
 _ROLLED_STATE = (
     processors.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     processors.SynthIDTextWatermarkLogitsProcessor,
@@ -66,10 +75,6 @@ def packing_obstacle(target: PreTrainedModel, model_kwargs: dict[str, Any], conf
     """Why this call cannot use packed decoding, or `None` if it can."""
     text = target.config.get_text_config()
     name = type(target).__name__
-    if getattr(target.config, "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder"
-    if getattr(target, "_is_stateful", False):
-        return f"{name} keeps a recurrent state"
     if not getattr(target, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface"
     if getattr(text, "num_kv_shared_layers", None):
@@ -83,14 +88,25 @@ def packing_obstacle(target: PreTrainedModel, model_kwargs: dict[str, Any], conf
             return f"{name}'s RoPE ({parameters['rope_type']}) depends on the longest position of a call"
         if "mrope_section" in parameters:
             return f"{name} has multi-dimensional positions"
-    extra = sorted(key for key, value in model_kwargs.items() if value is not None and key not in _PLAIN_ARGUMENTS)
+    # A vision model gets an empty dictionary of encoder outputs where the prompt has no image.
+    given = [
+        name for name, value in model_kwargs.items() if not (value is None or (isinstance(value, dict) and not value))
+    ]
+    extra = sorted(set(given) - _PLAIN_ARGUMENTS)
     if extra:
         return f"the call has the arguments {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "output_attentions or output_hidden_states is asked for"
+    cache = pop_cache(dict(model_kwargs))
+    if cache is not None and int(cache.get_seq_length()) > 0:
+        kinds = {type(layer) for layer in getattr(cache, "layers", [None])}
+        if not kinds <= _READABLE_LAYERS:
+            return f"the cache has layers of the kinds {sorted(kind.__name__ for kind in kinds)}"
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and bool((mask.long().diff(dim=1) < 0).any()):
+    if mask is not None and (mask.ndim != 2 or bool((mask.long().diff(dim=1) < 0).any())):
         return "attention_mask is not left padding"
+    if mask is not None and bool((mask.sum(1) == 0).any()):
+        return "attention_mask leaves a row without tokens"
     if positions is not None:
         if positions.ndim != 2:
             return f"{name} has multi-dimensional positions"
@@ -127,10 +143,17 @@ def _refuse_in_transformers_loop(
         if isinstance(processor, _ROLLED_STATE):
             refuse(f"The stateful logits processor {type(processor).__name__}")
     cache = pop_cache(dict(model_kwargs))
-    if cache is not None and int(cache.get_seq_length()) > 0:
+    if cache is None:
+        raise ValueError(
+            f"assistant_model needs a key/value cache here ({obstacle}), and this call has none: use_cache=False was "
+            "passed, or the target keeps none. Leave out one of the two."
+        )
+    if int(cache.get_seq_length()) > 0:
         refuse("A cache that already holds tokens")
     if config.cache_implementation in ("static", "offloaded_static"):
         refuse(f"cache_implementation={config.cache_implementation!r}")
+    if isinstance(cache, StaticCache):
+        refuse("A static cache")
     if model_kwargs.get("inputs_embeds") is not None:
         refuse("inputs_embeds")
 
@@ -169,6 +192,7 @@ def adaflash_generate(
         )
     for name in ("synced_gpus", "streamer", "tokenizer"):
         model_kwargs.pop(name, None)
+    _refuse_mode("drafter", generation_config.get_generation_mode(), generation_config)
     return _decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, None, {}, model_kwargs
     )
@@ -186,7 +210,13 @@ def _decode(
     model_kwargs: dict[str, Any],
 ) -> Any:
     drafter = as_drafter(assistant)
+    check_target_kind(target)
     check_drafter_fits(target, drafter)
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError(
+            "assistant_ensemble_weight mixes the drafter's distribution into the output, which stays the target's here: "
+            "leave it out."
+        )
     settings = read_draft_settings(drafter.generation_config, config)
     rows = input_ids.shape[0]
     was_training = drafter.training
@@ -199,7 +229,11 @@ def _decode(
             decoder = PackedDecoder(target, drafter, settings, config, logits_processor, stopping_criteria, streamer)
             try:
                 output, stats = decoder.decode(input_ids, dict(model_kwargs))
-            except NotPackable as error:  # met in the forward over the prompt
+            except NotPackable as error:
+                if decoder.begun:
+                    raise RuntimeError(
+                        f"{error}, which shows only after the prompt. Leave out assistant_model."
+                    ) from error
                 obstacle = str(error)
         if output is None:
             output, stats = _decode_in_transformers_loop(
@@ -255,6 +289,14 @@ def _decode_in_transformers_loop(
     return output, generator.stats
 
 
+def _refuse_mode(argument: str, mode: GenerationMode, config: GenerationConfig) -> None:
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
+        raise ValueError(
+            f"{argument} drafts for greedy decoding and sampling only, and this call asks for {mode.value} "
+            f"(num_beams={config.num_beams}). Set num_beams=1 or leave out {argument}."
+        )
+
+
 def _refuse_in_dflash_loop(drafter: AdaFlashDraftModel) -> None:
     """Transformers' own DFlash loop applies the target's whole head and embeds a mask token id."""
     what = None
@@ -278,12 +320,7 @@ def _wrap_validate(original: Any) -> Any:
             check_drafter_fits(self, drafter)
             _refuse_in_dflash_loop(drafter)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
-        if generation_mode != GenerationMode.ASSISTED_GENERATION:
-            raise ValueError(
-                f"assistant_model drafts for greedy decoding and sampling only, and this call asks for "
-                f"{generation_mode.value} (num_beams={generation_config.num_beams}). Set num_beams=1 or leave out "
-                "assistant_model."
-            )
+        _refuse_mode("assistant_model", generation_mode, generation_config)
         for name, given in (
             ("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens),
             ("use_mtp", getattr(generation_config, "use_mtp", None)),
@@ -292,12 +329,7 @@ def _wrap_validate(original: Any) -> Any:
         ):
             if given:
                 raise ValueError(f"{name} is another way of drafting: leave it out, or leave out assistant_model.")
-        if getattr(self, "_is_stateful", False) or self.config.is_encoder_decoder:
-            kind = "keeps a recurrent state" if not self.config.is_encoder_decoder else "is an encoder-decoder"
-            raise ValueError(
-                f"assistant_model cannot be used with target={type(self).__name__}, which {kind}: rejected drafts "
-                "cannot be taken back. Leave out assistant_model."
-            )
+        check_target_kind(self)
         check_drafter_fits(self, drafter)
         read_draft_settings(drafter.generation_config, generation_config)
         return None

@@ -41,6 +41,8 @@ class BlockDrafter:
         rows: Number of rows.
         do_sample: Whether drafted tokens are sampled.
         starts: Position of each row's first context token (where a cached prefix has no context features).
+        never: Token ids that are never drafted. Taken out of the distribution before anything is drawn, so that sampling
+            stays exact.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class BlockDrafter:
         rows: int,
         do_sample: bool,
         starts: Sequence[int] | None = None,
+        never: Sequence[int] = (),
     ) -> None:
         self.target, self.drafter, self.settings, self.do_sample = target, drafter, settings, do_sample
         self.block_size = drafter.config.block_size
         self.policy = policy_in_force(settings, drafter)
         self.cap = settings.cap(self.block_size)
         self.head = DraftHead.shared(target, drafter)
+        ids = self.head.to_token_ids(torch.arange(len(self.head.head.weight), device=self.head.device))
+        self._never = torch.isin(ids, ids.new_tensor(list(never))) if never else None
         self.cache = DraftContextCache(rows, starts)
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(rows)]
 
@@ -95,6 +100,8 @@ class BlockDrafter:
             return [Draft([], 0) for _ in anchors]
         output = self._forward(anchors, positions)
         logits = self.block_logits(output, positions)
+        if self._never is not None:
+            logits = logits.masked_fill(self._never.to(logits.device), float("-inf"))
         planned = plan_lengths(self.policy, self.settings, output, logits, self.block_size)
         lengths = [max(0, min(plan, cap, self.cap)) for plan, cap in zip(planned, caps, strict=True)]
         return [
@@ -112,14 +119,12 @@ class BlockDrafter:
             for place in range(count)
         ]
         taps = [piece.to(device=device, dtype=self.drafter.fc.weight.dtype) for row in self._pending for piece in row]
-        width = self.drafter.fc.weight.shape[1]
-        context = torch.cat(taps) if taps else torch.zeros(0, width, device=device, dtype=self.drafter.fc.weight.dtype)
         slots = torch.arange(self.block_size, device=device)
         output = self.drafter(
             noise_embeds=noise_embeddings(
                 self.target, self.drafter, torch.tensor(anchors, device=device), self.block_size
             ),
-            context_hidden_states=context[None],
+            context_hidden_states=torch.cat(taps)[None],  # every round has committed something
             position_ids=torch.tensor(positions, device=device)[:, None] + slots,
             context_position_ids=torch.tensor(places, device=device, dtype=torch.long)[None],
             cache=self.cache,
@@ -148,21 +153,23 @@ class BlockDrafter:
         if all(type(p) in LOGITS_ONLY for p in usable):
             for processor in usable:
                 full = processor(text[None], full)
-            probs = full.softmax(-1)
-            # Slots after one where everything that could be drafted is forbidden cannot be reached.
-            full, probs = (part[: int(probs.isfinite().all(-1).long().cumprod(0).sum())] for part in (full, probs))
-            if not self.do_sample or len(full) == 0:
+                # Slots after one where everything that could be drafted is forbidden cannot be reached.
+                full = full[: int(_possible(full).long().cumprod(0).sum())]
+                if len(full) == 0:
+                    return Draft([], planned)
+            if not self.do_sample:
                 return Draft(full.argmax(-1).tolist(), planned)
+            probs = full.softmax(-1)
             return Draft(torch.multinomial(probs, 1).squeeze(1).tolist(), planned, probs)
         chosen, kept = [], []
         ids = text[None]
         for scores in full.unbind(0):
             scores = scores[None]
             for processor in usable:
-                scores = processor(ids, scores)
-            probs = scores.softmax(-1)
-            if not torch.isfinite(probs).all():
+                scores = processor(ids, scores) if _possible(scores) else scores
+            if not _possible(scores):
                 break  # everything that could be drafted is forbidden here
+            probs = scores.softmax(-1)
             token = torch.multinomial(probs, 1) if self.do_sample else scores.argmax(-1, keepdim=True)
             chosen.append(int(token))
             kept.append(probs[0])
@@ -174,3 +181,8 @@ class BlockDrafter:
             return probs.to(device)
         full = probs.new_zeros(len(probs), self.head.vocab_size)
         return full.index_copy_(-1, self.head.token_ids.to(probs.device), probs).to(device)
+
+
+def _possible(scores: torch.Tensor) -> torch.Tensor:
+    """`[...]`, whether any token of `[..., vocabulary]` is left (some warpers fail where none is)."""
+    return (scores > float("-inf")).any(-1)

@@ -69,13 +69,13 @@ class PackedLayout:
         return result
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, longest_query, width]` -> `[1, N, heads, width]`."""
+        """`[rows, heads, longest_query, width]` -> `[1, N, heads, width]`, contiguous, since some models `view` it."""
         if self.rows == 1:
             return states.transpose(1, 2).contiguous()
         if self.dense:
-            return states.transpose(1, 2).reshape(1, -1, states.shape[1], states.shape[3])
+            return states.transpose(1, 2).reshape(1, -1, states.shape[1], states.shape[3]).contiguous()
         rows, places = self.places(states.device)
-        return states[rows, :, places][None]
+        return states[rows, :, places][None].contiguous()
 
     def window(self, module: torch.nn.Module, given: int | None) -> int | None:
         """The window of a layer. The masks that the model asked for decide: some models hand on no `sliding_window`."""
@@ -83,7 +83,7 @@ class PackedLayout:
             return next(iter(self.masked_windows))
         kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
         if given is None and kinds is not None and index is not None and kinds[index] == "sliding_attention":
-            return next(window for window in self.masked_windows if window is not None)
+            return next((window for window in self.masked_windows if window is not None), given)
         return given
 
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -132,7 +132,7 @@ def packed_attention(
         `[1, N, heads, head_dim]` and `None`.
 
     Raises:
-        NotPackable: The layer brings a mask or bias of its own.
+        NotPackable: The layer brings a mask, a bias or keys of its own.
     """
     layout: PackedLayout | None = getattr(_thread, "layout", None)
     if layout is None:
@@ -144,6 +144,8 @@ def packed_attention(
     unknown = [name for name in _NOT_UNDERSTOOD if kwargs.get(name) is not None]
     if attention_mask is not None or unknown or kwargs.get("is_causal") is False:
         raise NotPackable(f"{type(module).__name__} has {unknown or 'a mask'} of its own")
+    if key.shape[0] != layout.rows or key.shape[2] != layout.longest_key:
+        raise NotPackable(f"{type(module).__name__} attends to keys that are not the cache's")
     layout.attended += 1
     if _original_name(module.config) == "sdpa":
         # Up to transformers 5.17 sdpa drops a soft cap in silence; plain decoding is the measure, so it is dropped here.

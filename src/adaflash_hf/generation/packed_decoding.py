@@ -80,6 +80,7 @@ class PackedDecoder:
         self.keep_scores = generation_config.return_dict_in_generate and generation_config.output_scores
         self.keep_logits = generation_config.return_dict_in_generate and generation_config.output_logits
         self.do_sample = generation_config.do_sample
+        self.begun = False  # whether any token has been committed
 
     def decode(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> tuple[Any, DraftStats]:
         """Decodes every row to its end.
@@ -92,7 +93,7 @@ class PackedDecoder:
             What `generate()` returns, and the statistics.
 
         Raises:
-            NotPackable: The target's attention cannot be packed; nothing has been decoded yet.
+            NotPackable: The target's attention cannot be packed; while not `begun`, the call can go another way.
         """
         given_cache = pop_cache(model_kwargs)
         embeds = model_kwargs.get("inputs_embeds")
@@ -126,6 +127,7 @@ class PackedDecoder:
         self.stats = DraftStats(policy=self.drafting.policy)
         with TapRecorder(self.target, self.drafter.config.target_layer_ids) as self.taps:
             active = self._prefill(rows, embeds, starts)
+            self.begun = True
             kept_prefix = {row.index: start for row, start in zip(rows, starts, strict=True)}
             ended: dict[int, Any] = {}
             active = self._retire(rows, active, ended, kept_prefix)
@@ -137,6 +139,11 @@ class PackedDecoder:
 
     def _prefill(self, rows: list[Row], embeds: torch.Tensor | None, starts: list[int]) -> list[Row]:
         counts = [row.length - start for row, start in zip(rows, starts, strict=True)]
+        if min(counts) <= 0:
+            raise ValueError(
+                f"The cache already holds all {rows[0].length} tokens of the prompt: pass at least one token that it does "
+                "not hold."
+            )
         if embeds is None:
             tokens = torch.cat([row.text[-count:] for row, count in zip(rows, counts, strict=True)])[None]
             inputs = {"input_ids": tokens}

@@ -38,7 +38,6 @@ HISTORY_ONLY = (
     processors.ForcedBOSTokenLogitsProcessor,
     processors.ForcedEOSTokenLogitsProcessor,
     processors.SuppressTokensAtBeginLogitsProcessor,
-    processors.ExponentialDecayLengthPenalty,
 )
 _BATCHED_STATE = (
     processors.UnbatchedClassifierFreeGuidanceLogitsProcessor,
