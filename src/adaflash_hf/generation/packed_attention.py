@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_flash_attention_utils import _flash_attention_forward, lazy_import_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 NAME = "adaflash_packed"
 _thread = threading.local()
@@ -29,6 +33,8 @@ class NotPackable(Exception):
 class PackedLayout:
     """Which token of a packed forward belongs to which row, and what each may see.
 
+    Index tensors and masks are made once and serve every layer of the forward.
+
     Args:
         counts: New tokens of each row, in the order they are packed.
         pasts: Tokens each row's cache already holds.
@@ -38,44 +44,62 @@ class PackedLayout:
         self.counts, self.pasts = list(counts), list(pasts)
         self.longest_query = max(self.counts)
         self.longest_key = max(past + count for past, count in zip(self.pasts, self.counts, strict=True))
+        self.rows = len(self.counts)
         self.dense = len(set(self.counts)) == 1
+        self.is_prefill = max(self.pasts) == 0
         self.masked_windows: set[int | None] = set()
         self.attended = 0
-        self._tensors: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return len(self.counts)
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
-    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and place of each packed token, `[N]` both."""
-        key = ("places", device)
-        if key not in self._tensors:
-            rows = torch.tensor([row for row, count in enumerate(self.counts) for _ in range(count)], device=device)
-            places = torch.tensor([place for count in self.counts for place in range(count)], device=device)
-            self._tensors[key] = rows, places
-        return self._tensors[key]
+    def _index(self, name: str, numbers: Callable[[], list[int]], device: torch.device) -> torch.Tensor:
+        return self._once((name, device), lambda: torch.tensor(numbers(), device=device))
 
-    def unpack(self, states: torch.Tensor) -> torch.Tensor:
-        """`[1, heads, N, width]` -> `[rows, heads, longest_query, width]`."""
-        if self.rows == 1:
-            return states
-        if self.dense:
-            return states.view(states.shape[1], self.rows, self.longest_query, -1).transpose(0, 1)
-        rows, places = self.places(states.device)
-        result = states.new_zeros(self.rows, states.shape[1], self.longest_query, states.shape[3])
-        result[rows, :, places] = states[0].transpose(0, 1)
-        return result
+    def _sources(self) -> list[int]:
+        """Packed token behind each of the `rows * longest_query` places; a row's last one fills its padding."""
+        ends = accumulate(self.counts)
+        return [
+            end - count + min(place, count - 1)
+            for end, count in zip(ends, self.counts, strict=True)
+            for place in range(self.longest_query)
+        ]
+
+    def _places(self) -> list[int]:
+        """Place among `rows * longest_query` of each packed token."""
+        return [row * self.longest_query + place for row, count in enumerate(self.counts) for place in range(count)]
+
+    def alone(self, row: int) -> PackedLayout:
+        """The layout of one row."""
+        return self._once(("alone", row), lambda: PackedLayout([self.counts[row]], [self.pasts[row]]))
+
+    def unpack(self, states: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """`[1, heads, N, width]` -> `[rows, kv_heads, longest_query * groups, width]`.
+
+        Query heads that share keys become queries of one head, so that nobody has to repeat keys.
+        """
+        width, tokens = states.shape[3], states.transpose(1, 2)
+        if self.longest_query == 1:
+            return tokens.reshape(self.rows, kv_heads, -1, width)
+        if not self.dense:
+            tokens = tokens.index_select(1, self._index("sources", self._sources, states.device))
+        tokens = tokens.reshape(self.rows, self.longest_query, kv_heads, -1, width)
+        return tokens.transpose(1, 2).reshape(self.rows, kv_heads, -1, width)
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, longest_query, width]` -> `[1, N, heads, width]`, contiguous, since some models `view` it."""
-        if self.rows == 1:
-            return states.transpose(1, 2).contiguous()
-        if self.dense:
-            return states.transpose(1, 2).reshape(1, -1, states.shape[1], states.shape[3]).contiguous()
-        rows, places = self.places(states.device)
-        return states[rows, :, places][None].contiguous()
+        """`[rows, kv_heads, longest_query * groups, width]` -> `[1, N, heads, width]`, contiguous as some models
+        `view` it."""
+        rows, kv_heads, _, width = states.shape
+        if self.longest_query == 1:
+            return states.reshape(1, rows, -1, width).contiguous()
+        tokens = states.view(rows, kv_heads, self.longest_query, -1, width).transpose(1, 2)
+        tokens = tokens.reshape(1, rows * self.longest_query, -1, width)
+        if not self.dense:
+            tokens = tokens.index_select(1, self._index("places", self._places, states.device))
+        return tokens.contiguous()
 
     def window(self, module: torch.nn.Module, given: int | None) -> int | None:
         """The window of a layer. The masks that the model asked for decide: some models hand on no `sliding_window`."""
@@ -86,21 +110,70 @@ class PackedLayout:
             return next((window for window in self.masked_windows if window is not None), given)
         return given
 
+    def first_key(self, window: int | None) -> int:
+        """Slot before which no query of a windowed layer sees anything."""
+        return 0 if window is None else max(0, min(self.pasts) - window + 1)
+
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Boolean `[rows, 1, longest_query, longest_key]`; `None` where everything is visible."""
-        key = ("visible", window, device)
-        if key not in self._tensors:
-            pasts = torch.tensor(self.pasts, device=device)[:, None]
-            counts = torch.tensor(self.counts, device=device)[:, None]
-            places = torch.arange(self.longest_query, device=device)[None]
-            # A padding query sees what its row's last token sees, so that no softmax is over nothing.
-            queries = (pasts + torch.minimum(places, counts - 1))[:, :, None]
-            keys = torch.arange(self.longest_key, device=device)[None, None]
-            mask = keys <= queries
-            if window is not None:
-                mask = mask & (keys > queries - window)
-            self._tensors[key] = None if bool(mask.all()) else mask[:, None]
-        return self._tensors[key]
+        """Boolean `[rows, 1, longest_query, keys]`, keys from [`first_key`] on; `None` where everything is visible."""
+        if min(self.pasts) + 1 == self.longest_key:
+            return None
+        pasts = torch.tensor(self.pasts, device=device)[:, None]
+        counts = torch.tensor(self.counts, device=device)[:, None]
+        places = torch.arange(self.longest_query, device=device)[None]
+        # A padding query sees what its row's last token sees, so that no softmax is over nothing.
+        queries = (pasts + torch.minimum(places, counts - 1))[:, :, None]
+        keys = torch.arange(self.first_key(window), self.longest_key, device=device)
+        mask = keys <= queries
+        if window is not None:
+            mask = mask & (keys > queries - window)
+        return mask[:, None]
+
+    def bias(self, window: int | None, groups: int, like: torch.Tensor) -> torch.Tensor | None:
+        """[`visible`] as what is added to the scores of unpacked queries, in `like`'s dtype.
+
+        A boolean mask would be turned into this by every layer.
+
+        Returns:
+            `[rows, 1, longest_query * groups, keys]`, or 1 for `longest_query * groups` where all queries see the same.
+        """
+
+        def make() -> torch.Tensor | None:
+            mask = self.visible(window, like.device)
+            if mask is None:
+                return None
+            if self.longest_query > 1:
+                mask = mask.repeat_interleave(groups, dim=2)
+            # The memory-efficient kernel copies a mask whose strides are no multiples of 8.
+            width = -(-mask.shape[-1] // 8) * 8
+            bias = torch.zeros(*mask.shape[:-1], width, dtype=like.dtype, device=like.device)[..., : mask.shape[-1]]
+            return bias.masked_fill_(~mask, torch.finfo(like.dtype).min)
+
+        return self._once(("bias", window, groups, like.dtype, like.device), make)
+
+    def flash_inputs(
+        self, window: int | None, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | int]]:
+        """Rows and slots `[K]` of the keys that a variable-length kernel needs, and where each row's tokens begin."""
+
+        def make() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | int]]:
+            helds = [past if window is None else min(past, window - 1) for past in self.pasts]
+            lengths = [held + count for held, count in zip(helds, self.counts, strict=True)]
+            rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+            slots = [
+                past - held + place
+                for past, held, length in zip(self.pasts, helds, lengths, strict=True)
+                for place in range(length)
+            ]
+            bounds = {
+                "cu_seq_lens_q": torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32, device=device),
+                "cu_seq_lens_k": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+                "max_length_q": self.longest_query,
+                "max_length_k": max(lengths),
+            }
+            return torch.tensor(rows, device=device), torch.tensor(slots, device=device), bounds
+
+        return self._once(("flash", window, device), make)
 
 
 def packed_attention(
@@ -147,67 +220,116 @@ def packed_attention(
     if key.shape[0] != layout.rows or key.shape[2] != layout.longest_key:
         raise NotPackable(f"{type(module).__name__} attends to keys that are not the cache's")
     layout.attended += 1
-    if _original_name(module.config) == "sdpa":
+    name = _original_name(module.config)
+    window = layout.window(module, sliding_window)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if _runs_flash(name, query, s_aux):
+        return _flash(layout, query, key, value, name, window, scaling, softcap, s_aux), None
+    if name == "sdpa":
         # Up to transformers 5.17 sdpa drops a soft cap in silence; plain decoding is the measure, so it is dropped here.
         softcap = None
-    sliding_window = layout.window(module, sliding_window)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layout.rows > 1 and max(layout.pasts) == 0:
+    if layout.is_prefill:
         # Prefill: each row alone, so that unequal prompts cost what they are.
-        pieces, start = [], 0
-        for row, count in enumerate(layout.counts):
-            own = PackedLayout([count], [0])
-            pieces.append(
-                _attend(
-                    query[:, :, start : start + count],
-                    key[row : row + 1, :, :count],
-                    value[row : row + 1, :, :count],
-                    own.visible(sliding_window, query.device),
-                    scaling,
-                    softcap,
-                    s_aux,
-                ).transpose(1, 2)
-            )
-            start += count
+        pieces = [
+            _attend(layout.alone(row), own, key[row : row + 1], value[row : row + 1], window, scaling, softcap, s_aux)
+            for row, own in enumerate(query.split(layout.counts, dim=2))
+        ]
         return torch.cat(pieces, dim=1), None
-    output = _attend(
-        layout.unpack(query), key, value, layout.visible(sliding_window, query.device), scaling, softcap, s_aux
-    )
-    return layout.pack(output), None
+    return _attend(layout, query, key, value, window, scaling, softcap, s_aux), None
 
 
 def _attend(
+    layout: PackedLayout,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    window: int | None,
     scaling: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`[rows, heads, queries, width]` over `[rows, kv_heads, keys, width]`, without repeating keys for grouped heads."""
-    rows, heads, queries, width = query.shape
-    groups = heads // key.shape[1]
-    if softcap is None and s_aux is None:
-        if groups == 1:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-        grouped = query.reshape(rows, key.shape[1], groups * queries, width)
-        if mask is not None:
-            mask = mask.expand(-1, 1, -1, -1).repeat(1, 1, groups, 1)
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-        return output.reshape(rows, heads, queries, -1)
-    grouped = query.reshape(rows, key.shape[1], groups, queries, width)
-    scores = torch.einsum("rhgqd,rhkd->rhgqk", grouped, key) * scaling
+    """`[1, heads, N, width]` over `[rows, kv_heads, at least longest_key, width]` -> `[1, N, heads, width]`."""
+    kv_heads, queries = key.shape[1], layout.longest_query
+    groups = query.shape[1] // kv_heads
+    first, last = layout.first_key(window), layout.longest_key
+    if first or last < key.shape[2]:
+        key, value = key[:, :, first:last], value[:, :, first:last]
+    plain = softcap is None and s_aux is None
+    if plain and layout.rows == 1 and 1 < queries == last and (window is None or window >= last):
+        # A prompt: kernels that are told so need no mask and skip half of the work.
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return output.transpose(1, 2).contiguous()
+    grouped, bias = layout.unpack(query, kv_heads), layout.bias(window, groups, query)
+    if plain:
+        return layout.pack(F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling))
+    scores = grouped @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+    if bias is not None:
+        scores = scores + bias
     if s_aux is None:
         weights = scores.float().softmax(-1)
     else:
-        sinks = s_aux.view(1, key.shape[1], groups, 1, 1).expand(rows, -1, -1, queries, 1).to(scores.dtype)
-        weights = torch.cat([scores, sinks], dim=-1).float().softmax(-1)[..., :-1]
-    return torch.einsum("rhgqk,rhkd->rhgqd", weights.to(value.dtype), value).reshape(rows, heads, queries, -1)
+        sinks = s_aux.to(scores.dtype).view(kv_heads, 1, groups).expand(layout.rows, -1, queries, -1)
+        weights = torch.cat([scores, sinks.reshape(*scores.shape[:3], 1)], dim=-1).float().softmax(-1)[..., :-1]
+    return layout.pack(weights.to(value.dtype) @ value)
+
+
+def _runs_flash(name: str | None, query: torch.Tensor, s_aux: torch.Tensor | None) -> bool:
+    """Whether the target's own attention is a flash-attention kernel that takes these inputs.
+
+    Raises:
+        NotPackable: The target was configured for a function that packed attention does not know.
+    """
+    if not is_flash_attention_requested(requested_attention_implementation=name):
+        if name not in (None, "eager", "sdpa", "flex_attention"):
+            raise NotPackable(f"attn_implementation={name!r} may be more than plain attention")
+        return False
+    if not _half_on_gpu(query):
+        return False
+    kernel = lazy_import_flash_attention(name)[0][1]
+    if kernel is None:
+        raise NotPackable(f"attn_implementation={name!r} has no variable-length kernel")
+    # transformers leaves sinks out where a kernel has no argument for them.
+    return s_aux is None or not {"s_aux", "learnable_sink"}.isdisjoint(inspect.signature(kernel).parameters)
+
+
+def _half_on_gpu(states: torch.Tensor) -> bool:
+    return states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
+
+
+def _flash(
+    layout: PackedLayout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    name: str,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """As [`_attend`], by the variable-length kernel: its causal mask ends in the lower right corner, as ours does."""
+    rows, slots, bounds = layout.flash_inputs(window, query.device)
+    key, value = (states.transpose(1, 2)[rows, slots][None] for states in (key, value))
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))  # the kernel knows one width
+    output = _flash_attention_forward(
+        query.transpose(1, 2),
+        key,
+        value,
+        attention_mask=None,
+        query_length=query.shape[2],
+        is_causal=True,
+        softmax_scale=scaling,
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=None if s_aux is None else s_aux.to(query.dtype),
+        attn_implementation=name,
+        **bounds,
+    )
+    return output[..., :width].contiguous()
 
 
 def _original_name(config: Any) -> str:

@@ -31,10 +31,9 @@ class RaggedCache(Cache):
         self.values: dict[int, torch.Tensor] = {}
         self.lengths = [0] * rows
         self.starts = list(starts) if starts is not None else [0] * rows
-        self._rows: list[int] = []
-        self._slots: list[int] = []
+        self.longest = 0  # slots that the next update fills up to, over all rows
         self._counts: list[int] = []
-        self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[Any, torch.Tensor] = {}
 
     @property
     def num_rows(self) -> int:
@@ -44,18 +43,12 @@ class RaggedCache(Cache):
     def write_to(self, counts: Sequence[int]) -> None:
         """Says where the next packed tokens go: `counts[r]` of them to row r, after what it holds."""
         self._counts = list(counts)
-        self._rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        self._slots = [self.lengths[row] + place for row, count in enumerate(counts) for place in range(count)]
+        self.longest = max((length + count for length, count in zip(self.lengths, counts, strict=True)), default=0)
         self._places = {}
 
     def commit(self, accepted: Sequence[int]) -> None:
         """Advances each row by the tokens that stay."""
         self.lengths = [length + more for length, more in zip(self.lengths, accepted, strict=True)]
-
-    @property
-    def longest(self) -> int:
-        """Slots that the next update fills up to, over all rows."""
-        return max((length + count for length, count in zip(self.lengths, self._counts, strict=True)), default=0)
 
     def _reserve(self, states: torch.Tensor, store: dict[int, torch.Tensor], layer_idx: int) -> torch.Tensor:
         held, needed = store.get(layer_idx), self.longest
@@ -73,24 +66,26 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes packed states and returns all rows' `[rows, heads, longest, head_dim]`."""
-        longest = self.longest
         for states, store in ((key_states, self.keys), (value_states, self.values)):
             held = self._reserve(states, store, layer_idx)
             if self.num_rows == 1:
-                start = self.lengths[0]
-                held[0, :, start : start + states.shape[2]] = states[0]
+                held.narrow(2, self.lengths[0], states.shape[2]).copy_(states)
             else:
-                rows, slots = self._index(states.device)
-                held[rows, :, slots] = states[0].transpose(0, 1)
-        return self.keys[layer_idx][:, :, :longest], self.values[layer_idx][:, :, :longest]
+                width = states.shape[3]
+                tokens = states.transpose(1, 2).reshape(-1, width)
+                held.view(-1, width).index_copy_(0, self._index(held), tokens)
+        return tuple(store[layer_idx].narrow(2, 0, self.longest) for store in (self.keys, self.values))
 
-    def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        if device not in self._places:
-            self._places[device] = (
-                torch.tensor(self._rows, device=device),
-                torch.tensor(self._slots, device=device),
-            )
-        return self._places[device]
+    def _index(self, held: torch.Tensor) -> torch.Tensor:
+        """`[tokens * heads]`, where the packed tokens go in a flattened store; made once for all layers."""
+        _, heads, capacity, _ = held.shape
+        key = held.device, heads, capacity
+        if key not in self._places:
+            rows = [row for row, count in enumerate(self._counts) for _ in range(count)]
+            slots = [length + place for length, count in zip(self.lengths, self._counts) for place in range(count)]
+            heads_of = torch.tensor(rows)[:, None] * heads + torch.arange(heads)
+            self._places[key] = (heads_of * capacity + torch.tensor(slots)[:, None]).flatten().to(held.device)
+        return self._places[key]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drops every row that is not listed."""
