@@ -134,11 +134,13 @@ REFUSALS = [
     ),
     (
         {"survival_calibration": {"greedy": {"scale": [1.0] * 3}}},
-        "survival_calibration['greedy']['bias']=None is not valid: expected a list of 3 numbers, one a drafted slot.",
+        "survival_calibration['greedy']={'scale': [1.0, 1.0, 1.0]} is not valid: expected a dictionary with 'scale' and "
+        "'bias', and 'confidence' or not.",
     ),
     (
         {"survival_calibration": {"greedy": [1.0, 1.0, 1.0]}},
-        "survival_calibration['greedy']['scale']=None is not valid: expected a list of 3 numbers, one a drafted slot.",
+        "survival_calibration['greedy']=[1.0, 1.0, 1.0] is not valid: expected a dictionary with 'scale' and 'bias', and "
+        "'confidence' or not.",
     ),
 ]
 

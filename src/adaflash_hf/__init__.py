@@ -19,7 +19,7 @@ AutoConfig.register("adaflash", AdaFlashConfig, exist_ok=True)
 AutoModel.register(AdaFlashConfig, AdaFlashDraftModel, exist_ok=True)
 enable()
 
-_LAZY = {"OPDConfig": "training", "OPDTrainer": "training"}
+_LAZY = {"OPDConfig": "training", "OPDTrainer": "training", "measure_verify_cost": "evaluation.cost"}
 
 
 def __getattr__(name: str) -> Any:
@@ -43,5 +43,6 @@ __all__ = [
     "adaflash_generate",
     "disable",
     "enable",
+    "measure_verify_cost",
     "packed_linears",
 ]

@@ -63,8 +63,9 @@ class AdaFlashConfig(PreTrainedConfig):
             `None` for the whole vocabulary.
         length_heads: Trained length heads the checkpoint has: any of `"ratio"` and `"survival"`.
         length_head_dim: Width of the heads' hidden layers.
-        survival_calibration: `{"greedy" or "sampling": {"scale": [...], "bias": [...]}}`, one number a drafted slot,
-            applied to the survival head's logits where they are read.
+        survival_calibration: `{"greedy" or "sampling": {"scale": [...], "bias": [...], "confidence": [...]}}`, one
+            number a drafted slot, applied to the survival head's logits where they are read (see
+            `generation.length_policy.head_survival`); `"confidence"` may be missing.
         final_logit_softcapping: Soft cap of the draft logits (`None`: none).
         logit_scale: Factor on the draft logits, before the soft cap.
 
@@ -214,8 +215,14 @@ def _require(condition: bool, name: str, value: Any, accepted: str) -> None:
 def _check_calibration(calibration: dict, slots: int) -> None:
     for mode, fit in calibration.items():
         _require(mode in ("greedy", "sampling"), "survival_calibration", mode, "the keys 'greedy' and 'sampling'")
-        for name in ("scale", "bias"):
-            values = fit.get(name) if isinstance(fit, dict) else None
+        names = {"scale", "bias", "confidence"}
+        _require(
+            isinstance(fit, dict) and {"scale", "bias"} <= set(fit) <= names,
+            f"survival_calibration[{mode!r}]",
+            fit,
+            "a dictionary with 'scale' and 'bias', and 'confidence' or not",
+        )
+        for name, values in fit.items():
             _require(
                 isinstance(values, list) and len(values) == slots,
                 f"survival_calibration[{mode!r}][{name!r}]",

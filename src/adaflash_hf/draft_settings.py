@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-LENGTH_POLICIES = ("fixed", "ratio", "confidence")
-DEFAULT_POLICY = "confidence"
+LENGTH_POLICIES = ("fixed", "ratio", "confidence", "throughput")
+DEFAULT_POLICY = "throughput"
 _FILLED_IN = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
 
 
@@ -19,18 +19,22 @@ class DraftSettings:
     """The settings in force for one call of `generate()`.
 
     Args:
-        length_policy: `"fixed"` (whole blocks, DFlash), `"ratio"` (AdaFlash's length head) or `"confidence"` (prefix
-            product of the largest draft probabilities against `confidence_threshold`, D-Cut).
+        length_policy: `"fixed"` (whole blocks, DFlash), `"ratio"` (AdaFlash's length head), `"confidence"` (prefix
+            product of the largest draft probabilities against `confidence_threshold`, D-Cut) or `"throughput"` (what
+            the survival of the drafts is worth at the measured cost of verifying them).
         num_assistant_tokens: Most drafted tokens a round; `None` for the whole block.
         length_scale: Factor on the ratio head's answer (1.3 in the paper).
         confidence_threshold: The `"confidence"` policy drafts slot k while the product of the largest draft
             probabilities of slots 1…k is at least this.
+        verify_cost: Cost curve of the `"throughput"` policy, as `measure_verify_cost` returns it; `None` to measure
+            while decoding.
     """
 
     length_policy: str = DEFAULT_POLICY
     num_assistant_tokens: int | None = None
     length_scale: float = 1.3
     confidence_threshold: float = 0.25
+    verify_cost: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.length_policy not in LENGTH_POLICIES:

@@ -12,7 +12,6 @@ from .._compat import LOOP_ENDS_AT_EOS
 from ..draft_settings import DraftSettings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .drafting import BlockDrafter, Draft
-from .stats import DraftStats
 from .taps import TapRecorder
 from .verification import count_matches
 
@@ -49,7 +48,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         never = [] if end is None else end.flatten().tolist()
         self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held], never)
         self.taps = TapRecorder(target, drafter.config.target_layer_ids)
-        self.stats = DraftStats(policy=self.drafting.policy)
+        self.stats = self.drafting.new_stats()
         self.frequencies = _frequency_switch(target)
         self._held = held
         self._draft: Draft | None = None
@@ -108,6 +107,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             emitted = int(num_matches) + 1
             matches = count_matches(input_ids[0, -emitted:].tolist(), self._draft.token_ids)
             self.stats.add_round(self._draft.planned, len(self._draft.token_ids), matches, emitted)
+            self.drafting.record([self._draft], [matches], self.stats)
 
 
 def _frequency_switch(target: PreTrainedModel) -> tuple[str, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -11,9 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from ..draft_settings import DraftSettings
 from ..modeling_adaflash import AdaFlashDraftModel, AdaFlashDraftOutput
 from .draft_head import DraftHead, noise_embeddings
-from .length_policy import plan_lengths, policy_in_force
+from .length_policy import confidence_survival, head_survival, plan_lengths, policy_in_force, slot_confidence
 from .ragged_cache import DraftContextCache
 from .row_inputs import HISTORY_ONLY, LOGITS_ONLY
+from .stats import DraftStats
+from .throughput import ThroughputPlanner
+from .verify_cost import CostMeter, VerifyCost
 
 
 @dataclass
@@ -64,6 +68,20 @@ class BlockDrafter:
         self._never = torch.isin(ids, ids.new_tensor(list(never))) if never else None
         self.cache = DraftContextCache(rows, starts)
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.planner: ThroughputPlanner | None = None
+        self.survival_source: str | None = None
+        if self.policy == "throughput":
+            saved = settings.verify_cost
+            cost = None if saved is None else VerifyCost.from_dict(saved)
+            self.planner = ThroughputPlanner(cost, CostMeter.shared(target, drafter) if cost is None else None)
+            calibrations = drafter.config.survival_calibration or {}
+            self._calibration = calibrations.get("sampling" if do_sample else "greedy")
+            if drafter.survival_head is None:
+                self.survival_source = "confidence"
+            else:
+                self.survival_source = "head" if self._calibration is None else "head (calibrated)"
+        self._survival: torch.Tensor | None = None
+        self._planning = False
 
     def add_context(self, row: int, taps: torch.Tensor) -> None:
         """Queues context features `[tokens, taps * hidden]` of a row's newly committed tokens."""
@@ -96,18 +114,58 @@ class BlockDrafter:
         Returns:
             A [`Draft`] a row, empty where its cap is 0.
         """
+        self._survival, self._planning = None, False
         if self.cap == 0 or max(caps, default=0) <= 0:
             return [Draft([], 0) for _ in anchors]
+        if self.planner is not None:
+            self._planning = True
+            if not self.planner.start(len(anchors), self.cap):
+                return [Draft([], 0) for _ in anchors]
         output = self._forward(anchors, positions)
         logits = self.block_logits(output, positions)
         if self._never is not None:
             logits = logits.masked_fill(self._never.to(logits.device), float("-inf"))
-        planned = plan_lengths(self.policy, self.settings, output, logits, self.block_size)
-        lengths = [max(0, min(plan, cap, self.cap)) for plan, cap in zip(planned, caps, strict=True)]
-        return [
-            self._choose(logits[row, :length], processors[row], texts[row], planned[row])
-            for row, length in enumerate(lengths)
-        ]
+        caps = [max(0, min(cap, self.cap)) for cap in caps]
+        if self.planner is not None:
+            self._survival = self.survival(output, logits, texts)
+            planned = self.planner.plan(self._survival, caps)
+        else:
+            planned = plan_lengths(self.policy, self.settings, output, logits, self.block_size)
+        lengths = [min(plan, cap) for plan, cap in zip(planned, caps, strict=True)]
+        drafts = self._choose_all(logits, lengths, planned, processors, texts)
+        if self.planner is not None:
+            self.planner.drafted()
+        return drafts
+
+    def new_stats(self) -> DraftStats:
+        """Statistics that name what is in force."""
+        return DraftStats(policy=self.policy, survival=self.survival_source)
+
+    def record(self, drafts: Sequence[Draft], accepted: Sequence[int], stats: DraftStats) -> None:
+        """Tells the `"throughput"` policy how many of the last drafts' tokens were accepted; ends the round."""
+        if not self._planning:
+            return
+        lengths = [len(draft.token_ids) for draft in drafts]
+        promised = 0.0
+        if self._survival is not None:
+            checked = torch.arange(self._survival.shape[1])[None] < torch.tensor(lengths)[:, None]
+            promised = float(self._survival.cpu()[checked].sum())
+        self.planner.finish(lengths, accepted, promised, drafted=self._survival is not None)
+        stats.paused += len(drafts) * self.planner.was_paused
+        stats.measured += len(drafts) * self.planner.was_measured
+
+    def survival(
+        self, output: AdaFlashDraftOutput, logits: torch.Tensor, texts: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """`[rows, block_size - 1]`, probability that the drafted tokens up to each slot are all accepted.
+
+        From the survival head, or from the draft's own confidence where the drafter has none; never from the drafted
+        tokens, which are sampled later.
+        """
+        if output.survival_logits is None:
+            return confidence_survival(logits)
+        confidence = slot_confidence(logits) if "confidence" in (self._calibration or {}) else None
+        return head_survival(output.survival_logits, self._calibration, confidence)
 
     def _forward(self, anchors: Sequence[int], positions: Sequence[int]) -> AdaFlashDraftOutput:
         device = self.drafter.fc.weight.device
@@ -137,14 +195,28 @@ class BlockDrafter:
         """`[rows, block_size - 1, draft vocabulary]` logits of the drafted slots, before any processor."""
         return self.head(output.last_hidden_state[:, 1:]).float()
 
+    def _choose_all(
+        self,
+        logits: torch.Tensor,
+        lengths: Sequence[int],
+        planned: Sequence[int],
+        processors: Sequence[LogitsProcessorList],
+        texts: Sequence[torch.Tensor],
+    ) -> list[Draft]:
+        if not self.do_sample and not any(map(_usable, processors)):
+            ids = self.head.to_token_ids(logits[:, : max(lengths)].argmax(-1)).tolist()
+            return [Draft(row[:length], plan) for row, length, plan in zip(ids, lengths, planned, strict=True)]
+        return [
+            self._choose(logits[row, :length], processors[row], texts[row], planned[row])
+            for row, length in enumerate(lengths)
+        ]
+
     def _choose(self, logits: torch.Tensor, processors: LogitsProcessorList, text: torch.Tensor, planned: int) -> Draft:
         """Draws the tokens of one row, slot by slot where a processor reads the text."""
         if len(logits) == 0:
             return Draft([], planned)
-        usable = [p for p in processors if type(p) in LOGITS_ONLY or type(p) in HISTORY_ONLY]
+        usable = _usable(processors)
         if not usable:
-            if not self.do_sample:
-                return Draft(self.head.to_token_ids(logits.argmax(-1)).tolist(), planned)
             probs = logits.softmax(-1)
             picked = self.head.to_token_ids(torch.multinomial(probs, 1).squeeze(1))
             return Draft(picked.tolist(), planned, self._spread(probs, text.device))
@@ -181,6 +253,11 @@ class BlockDrafter:
             return probs.to(device)
         full = probs.new_zeros(len(probs), self.head.vocab_size)
         return full.index_copy_(-1, self.head.token_ids.to(probs.device), probs).to(device)
+
+
+def _usable(processors: LogitsProcessorList) -> list[Any]:
+    """The processors that a draft can go through."""
+    return [p for p in processors if type(p) in LOGITS_ONLY or type(p) in HISTORY_ONLY]
 
 
 def _possible(scores: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class PackedDecoder:
             self.cache.read_prefix(given_cache, paddings)
         starts = list(self.cache.lengths)
         self.drafting = BlockDrafter(self.target, self.drafter, self.settings, count, self.do_sample, starts)
-        self.stats = DraftStats(policy=self.drafting.policy)
+        self.stats = self.drafting.new_stats()
         with TapRecorder(self.target, self.drafter.config.target_layer_ids) as self.taps:
             active = self._prefill(rows, embeds, starts)
             self.begun = True
@@ -155,10 +155,10 @@ class PackedDecoder:
         taps = self.taps.take()
         self.cache.commit(counts)
         running, first = [], 0
-        for place, row in enumerate(rows):
+        verified = self._verify_all(rows, [Draft([], 0)] * len(rows), logits, [1] * len(rows))
+        for place, (row, new) in enumerate(zip(rows, verified, strict=True)):
             self.drafting.add_context(place, taps[0, first : first + counts[place]])
             first += counts[place]
-            new = self._verify(row, Draft([], 0), logits[place : place + 1])
             kept, done = self.stops.cut(row.text, new, row.emitted, row.scores if self.keep_scores else None)
             self._commit(row, kept)
             if not done:
@@ -202,39 +202,53 @@ class PackedDecoder:
         ]
         logits = self._forward({"input_ids": torch.cat(packed)[None]}, counts)
         taps = self.taps.take()
-        running, accepted, first = [], [], 0
-        for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            new = self._verify(row, draft, logits[first : first + counts[place]])
+        verified = self._verify_all(rows, drafts, logits, counts)
+        running, kept_counts, matches, first = [], [], [], 0
+        for place, (row, draft, new) in enumerate(zip(rows, drafts, verified, strict=True)):
             kept, done = self.stops.cut(row.text, new, row.emitted, row.scores if self.keep_scores else None)
             del row.scores[row.emitted + len(kept) :], row.logits[row.emitted + len(kept) :]
             self.drafting.add_context(place, taps[0, first : first + len(kept)])
             first += counts[place]
-            accepted.append(len(kept))
+            kept_counts.append(len(kept))
             self._commit(row, kept)
-            matches = count_matches(new, draft.token_ids)
-            self.stats.add_round(draft.planned, len(draft.token_ids), matches, len(kept))
+            matches.append(count_matches(new, draft.token_ids))
+            self.stats.add_round(draft.planned, len(draft.token_ids), matches[-1], len(kept))
             if not done:
                 running.append(row)
-        self.cache.commit(accepted)
+        self.cache.commit(kept_counts)
+        self.drafting.record(drafts, matches, self.stats)
         return running
 
-    def _verify(self, row: Row, draft: Draft, logits: torch.Tensor) -> list[int]:
-        """Tokens this row commits, the stop aside. `logits` is `[1 + drafted, vocabulary]`, before processors."""
-        drafted = draft.token_ids
+    def _verify_all(
+        self, rows: list[Row], drafts: list[Draft], logits: torch.Tensor, counts: list[int]
+    ) -> list[list[int]]:
+        """Tokens that each row commits, stops aside. `logits` is `[N, vocabulary]`, before processors."""
+        pieces = logits.split(counts)
         if self.keep_logits:
-            row.logits += [*logits.clone()]
-        if all(map(logits_only, row.processors)):
-            scores = logits
-            for processor in row.processors:
-                scores = processor(row.text[None], scores)
-            if self.keep_scores:
-                row.scores += [*scores]
-            if not self.do_sample:
-                return verify_greedy(scores.argmax(-1), drafted)
-            probs = scores.softmax(-1)
-            return self._sample(lambda place, _: probs[place], draft)
+            for row, piece in zip(rows, pieces, strict=True):
+                row.logits += [*piece.clone()]
+        if not all(logits_only(processor) for row in rows for processor in row.processors):
+            return [self._verify(row, draft, piece) for row, draft, piece in zip(rows, drafts, pieces, strict=True)]
+        # What looks at the logits alone is the same object for every row: one call serves all positions.
+        scores = logits
+        for processor in rows[0].processors:
+            scores = processor(rows[0].text[None], scores)
+        if self.keep_scores:
+            for row, piece in zip(rows, scores.split(counts), strict=True):
+                row.scores += [*piece]
+        if not self.do_sample:
+            chosen = scores.argmax(-1).split(counts)
+            return [verify_greedy(ids, draft.token_ids) for ids, draft in zip(chosen, drafts, strict=True)]
+        probs = scores.softmax(-1).split(counts)
+        return [
+            self._sample(lambda place, _, own=own: own[place], draft) for own, draft in zip(probs, drafts, strict=True)
+        ]
 
-        # Position by position, exactly the calls that plain decoding would make: a processor may keep state.
+    def _verify(self, row: Row, draft: Draft, logits: torch.Tensor) -> list[int]:
+        """As [`_verify_all`] for one row, position by position: the calls that plain decoding would make, since a
+        processor may keep state. `logits` is `[1 + drafted, vocabulary]`."""
+        drafted = draft.token_ids
+
         def scores_at(place: int, new: list[int]) -> torch.Tensor:
             ids = torch.cat([row.text, row.text.new_tensor(new)]) if new else row.text
             scores = row.processors(ids[None], logits[place : place + 1].clone())[0]

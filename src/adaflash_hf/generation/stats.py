@@ -11,12 +11,16 @@ class DraftStats:
 
     Args:
         policy: Length policy in force.
+        survival: What the `"throughput"` policy took as survival: `"head"` (the survival head), `"head (calibrated)"`,
+            or `"confidence"` (prefix product of the largest draft probabilities); `None` for other policies.
         rounds: Target forwards after prefill.
         rounds_with_draft: Of which with at least one drafted token.
         planned: Tokens the policy wanted verified.
         drafted: Tokens that were verified (after caps and the end of the text).
         accepted: Drafted tokens that became part of the output.
         emitted: Tokens committed in rounds (prefill's own token is not counted).
+        paused: Rounds that the `"throughput"` policy made plain decoding steps because drafts did not pay.
+        measured: Rounds of its sweep over draft lengths, by which it measures what verifying costs.
         slot_reached: For each slot, rounds that verified it after accepting all before it.
         slot_accepted: Of which it was accepted.
     """
@@ -28,6 +32,9 @@ class DraftStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    paused: int = 0
+    measured: int = 0
+    survival: str | None = None
     slot_reached: list[int] = field(default_factory=list)
     slot_accepted: list[int] = field(default_factory=list)
 
