@@ -35,6 +35,7 @@ class DraftTargets:
         state_index: `[slots]`, row of `states` that holds the target's final state for the slot's token.
         states: `[positions, hidden]`, the target's final (normed) states; only for `soft_label_weight > 0`.
         log_normalizers: `[positions]`, the target's logsumexp over its whole vocabulary at those states.
+        text_ids: `[slots]`, the tokens of the text itself, where their acceptance is asked for (needs the two above).
     """
 
     token_ids: torch.Tensor
@@ -42,6 +43,7 @@ class DraftTargets:
     state_index: torch.Tensor | None = None
     states: torch.Tensor | None = None
     log_normalizers: torch.Tensor | None = None
+    text_ids: torch.Tensor | None = None
 
 
 @dataclass
@@ -54,12 +56,17 @@ class DraftLossOutput:
         acceptance: `[slots]`, `sum_v min(p_S, p_T)` (speculative sampling's acceptance probability) where the target's
             states were given.
         outside: Slots whose target token is not in the draft vocabulary, so that their cross-entropy was dropped.
+        text_acceptance: `[slots]`, `min(1, p_S(x) / p_T(x))` of the text's token x, the probability that it came by
+            an accepted draft where x was sampled from the target; where `text_ids` were given.
+        log_confidence: `[slots]`, logarithm of the draft's largest probability; likewise.
     """
 
     loss: torch.Tensor
     matched: torch.Tensor
     acceptance: torch.Tensor | None = None
     outside: int = 0
+    text_acceptance: torch.Tensor | None = None
+    log_confidence: torch.Tensor | None = None
 
 
 @dataclass
@@ -68,6 +75,8 @@ class _Parts:
     matched: list[torch.Tensor] = field(default_factory=list)
     acceptance: list[torch.Tensor] = field(default_factory=list)
     outside: int = 0
+    text_acceptance: list[torch.Tensor] = field(default_factory=list)
+    log_confidence: list[torch.Tensor] = field(default_factory=list)
 
 
 def drafter_loss(
@@ -101,12 +110,15 @@ def drafter_loss(
     if soft_label_weight > 0 and targets.states is None:
         raise ValueError(f"soft_label_weight={soft_label_weight} needs the target's final states, and none were given.")
     local_ids = _local_ids(head, targets.token_ids)
-    loss, parts = _ChunkedLoss.apply(states, head, targets, local_ids, soft_label_weight, chunk_size)
+    text_ids = None if targets.text_ids is None else _local_ids(head, targets.text_ids)
+    loss, parts = _ChunkedLoss.apply(states, head, targets, local_ids, text_ids, soft_label_weight, chunk_size)
     return DraftLossOutput(
         loss=loss / normalizer,
         matched=torch.cat(parts.matched) if parts.matched else targets.token_ids.new_zeros(0, dtype=torch.bool),
         acceptance=torch.cat(parts.acceptance) if parts.acceptance else None,
         outside=parts.outside,
+        text_acceptance=torch.cat(parts.text_acceptance) if parts.text_acceptance else None,
+        log_confidence=torch.cat(parts.log_confidence) if parts.log_confidence else None,
     )
 
 
@@ -124,14 +136,14 @@ class _ChunkedLoss(torch.autograd.Function):
     """Weighted sum of the slot losses; keeps only the gradient of the states, not the logits."""
 
     @staticmethod
-    def forward(ctx, states, head, targets, local_ids, soft, chunk_size):
+    def forward(ctx, states, head, targets, local_ids, text_ids, soft, chunk_size):
         parts = _Parts()
         gradient = torch.zeros_like(states) if states.requires_grad else None
         for start in range(0, len(states), chunk_size):
             rows = slice(start, start + chunk_size)
             piece = states[rows].detach().requires_grad_(gradient is not None)
             with torch.enable_grad():
-                loss = _chunk_loss(piece, head, targets, local_ids, rows, soft, parts)
+                loss = _chunk_loss(piece, head, targets, local_ids, text_ids, rows, soft, parts)
             if gradient is not None:
                 (gradient[rows],) = torch.autograd.grad(loss, piece)
             parts.loss = parts.loss + loss.detach()
@@ -142,7 +154,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None, None, None, None
+        return gradient * upstream, None, None, None, None, None, None
 
 
 def _chunk_loss(
@@ -150,6 +162,7 @@ def _chunk_loss(
     head: DraftHead,
     targets: DraftTargets,
     local_ids: torch.Tensor,
+    text_ids: torch.Tensor | None,
     rows: slice,
     soft: float,
     parts: _Parts,
@@ -170,6 +183,11 @@ def _chunk_loss(
             if targets.log_normalizers is not None:
                 full = (target_logits - targets.log_normalizers[index].to(states.device)[:, None]).exp()[inverse]
                 parts.acceptance.append(torch.minimum(full, log_probs.exp()).sum(-1))
+                if text_ids is not None:
+                    own = text_ids[rows].clamp(min=0)[:, None]
+                    ratio = log_probs.gather(1, own).squeeze(1).exp() / full.gather(1, own).squeeze(1).clamp(min=1e-30)
+                    parts.text_acceptance.append(ratio.clamp(max=1.0) * (text_ids[rows] >= 0))
+                    parts.log_confidence.append(log_probs.amax(-1))
             target_probs = target_logits.softmax(-1)[inverse] if soft > 0 else None
         if soft > 0:
             loss = loss - soft * (target_probs * log_probs).sum(-1)

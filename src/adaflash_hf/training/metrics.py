@@ -30,16 +30,29 @@ def simulated_acceptance(
     """
     lengths = accepted_lengths(matched & counted).tolist()
     possible = counted.sum(-1).tolist()
+    last = int(anchors.max())
+    rounds = walked_rounds(anchors, lengths)
+    # `last` still has one token after it.
+    left = [last - int(anchors[row]) for row in rounds]
+    return (
+        torch.tensor([min(lengths[row], room) for row, room in zip(rounds, left)], dtype=torch.long),
+        torch.tensor([min(possible[row], room) for row, room in zip(rounds, left)], dtype=torch.long),
+    )
+
+
+def walked_rounds(anchors: torch.Tensor, lengths: list[int]) -> list[int]:
+    """Which of a text's anchors open the rounds of decoding it, one after the other.
+
+    Args:
+        anchors: `[anchors]`, positions that can open a block, increasing, -1 for none.
+        lengths: Accepted tokens of a block opened at each of them.
+    """
     place = {position: row for row, position in enumerate(anchors.tolist()) if position >= 0}
-    accepted, room = [], []
-    position, last = min(place, default=-1), max(place, default=-1)
+    rounds, position = [], min(place, default=-1)
     while position in place:
-        row = place[position]
-        # `last` still has one token after it.
-        accepted.append(min(lengths[row], last - position))
-        room.append(min(possible[row], last - position))
-        position += accepted[-1] + 1
-    return torch.tensor(accepted, dtype=torch.long), torch.tensor(room, dtype=torch.long)
+        rounds.append(place[position])
+        position += lengths[rounds[-1]] + 1
+    return rounds
 
 
 class SlotMetrics:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..generation.draft_head import DraftHead, noise_embeddings
 from ..modeling_adaflash import AdaFlashDraftModel
 from .blocks import block_positions, block_visibility, label_positions, sample_anchors, valid_anchors
+from .calibration import SurvivalRounds, fit_calibration, reliability, simulated_acceptances
 from .collator import RolloutCollator, RolloutDataset
 from .features import FeatureStore, target_features
 from .losses import (
@@ -28,7 +29,7 @@ from .losses import (
     reach_probabilities,
     survival_head_loss,
 )
-from .metrics import SlotMetrics, simulated_acceptance
+from .metrics import SlotMetrics, simulated_acceptance, walked_rounds
 from .opd_config import OPDConfig
 from .rollouts import collect_rollouts
 
@@ -102,6 +103,7 @@ class OPDTrainer(Trainer):
         self.weights = position_weights(self.block_size, args.gamma or default_gamma(self.block_size))
         self.metrics_seen = SlotMetrics(self.block_size - 1)
         self._evaluated: SlotMetrics | None = None
+        self._rounds: dict[int, SurvivalRounds] | None = None
         self.skipped_samples = 0
         if args.device.type != self.target.device.type and self.target.device.type != "meta":
             self.target.to(args.device)
@@ -238,7 +240,15 @@ class OPDTrainer(Trainer):
             values["survival_loss"], loss = (survival / blocks).detach(), loss + survival / blocks
         if model.training:
             self.metrics_seen.add_blocks(matched, counted, values, output.outside)
-        return (loss, {"matched": matched, "counted": counted}) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        outputs = {"matched": matched, "counted": counted}
+        if self._rounds is not None:
+            outputs["logits"] = drafted.survival_logits.view(counted.shape)
+            for name in ("text_acceptance", "log_confidence"):
+                zeros = torch.zeros(counted.shape, device=counted.device)
+                outputs[name] = zeros.masked_scatter(counted, getattr(output, name).float())
+        return loss, outputs
 
     def _draft(
         self, model: Any, inputs: dict[str, Any], normalizer: torch.Tensor
@@ -274,7 +284,9 @@ class OPDTrainer(Trainer):
             weights=self.weights.to(ids.device).expand(counted.shape)[counted],
             state_index=index,
         )
-        if self.args.soft_label_weight > 0 or self.args.temperature > 0:
+        if self._rounds is not None:
+            targets.text_ids = ids.flatten()[index + 1]
+        if self.args.soft_label_weight > 0 or self.args.temperature > 0 or self._rounds is not None:
             targets.states = features["states"].flatten(0, 1)
             targets.log_normalizers = features["log_normalizers"].flatten()
         result = drafter_loss(
@@ -324,7 +336,7 @@ class OPDTrainer(Trainer):
         anchors = sample_anchors(valid, valid.shape[1])
         _, counted = label_positions(anchors, self.block_size, response)
         items = (self.weights.to(counted.device) * counted).sum()
-        loss, matched = torch.zeros((), device=counted.device), []
+        loss, pieces = torch.zeros((), device=counted.device), []
         with torch.no_grad(), self.compute_loss_context_manager():
             inputs = {**inputs, **self._features(inputs)}
             # As many blocks at a time as in training: the mask grows with their square.
@@ -333,13 +345,85 @@ class OPDTrainer(Trainer):
                     model, {**inputs, "anchors": piece}, return_outputs=True, num_items_in_batch=items
                 )
                 loss = loss + part
-                matched.append(seen["matched"][:, : piece.shape[1]])
+                pieces.append({name: value[:, : piece.shape[1]] for name, value in seen.items()})
+        seen = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]} if pieces else {}
+        if self._rounds is not None:
+            self._add_survival_rounds(inputs["samples"], anchors, seen)
         if self._evaluated is not None:
-            matched = torch.cat(matched, dim=1)
+            matched = seen["matched"]
             for row, (sample, domain) in enumerate(zip(inputs["samples"], inputs["domains"], strict=True)):
                 rounds = simulated_acceptance(anchors[row], matched[row], counted[row])
                 self._evaluated.add_rounds(sample, domain, *rounds)
         return loss, None, None
+
+    def _add_survival_rounds(self, samples: list[int], anchors: torch.Tensor, seen: dict[str, torch.Tensor]) -> None:
+        """Keeps the rounds that decoding each text in whole blocks would have made."""
+        sampled = self.args.temperature > 0
+        for row, sample in enumerate(samples):
+            generator = torch.Generator().manual_seed(self.args.seed + sample)
+            ratio = seen["text_acceptance"][row].cpu() if sampled else None
+            counted = seen["counted"][row].cpu()
+            accepted = simulated_acceptances(seen["matched"][row].cpu(), ratio, generator) & counted
+            places = walked_rounds(anchors[row], accepted_lengths(accepted).tolist())
+            self._rounds[sample] = SurvivalRounds(
+                logits=seen["logits"][row].float().cpu()[places],
+                accepted=accepted[places].long().cumprod(-1).bool(),
+                counted=counted[places],
+                log_confidence=seen["log_confidence"][row].float().cpu()[places],
+            )
+
+    def survival_rounds(self, dataset: Iterable[dict[str, Any]] | None = None) -> SurvivalRounds:
+        """What the survival head says about the rounds of decoding held-out text, and what became of them.
+
+        Args:
+            dataset: Rows as for `eval_dataset`, which is the default. Their text must have been written at this trainer's
+                `temperature`: greedily at 0, sampled from the target's own distribution at 1.
+
+        Raises:
+            ValueError: The drafter has no survival head, or the trainer's temperature is neither 0 nor 1.
+        """
+        if self.drafter.survival_head is None:
+            raise ValueError(
+                f"survival_rounds needs a drafter with a survival head, and this one has length_heads="
+                f"{self.drafter.config.length_heads}."
+            )
+        if self.args.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"OPDConfig: temperature={self.args.temperature} is not valid here: acceptance of sampled text is known at "
+                "temperature=1 (and of greedy text at 0)."
+            )
+        if dataset is not None and not isinstance(dataset, RolloutDataset):
+            dataset = self._prepare(dataset, self.args, self.processing_class, "calibration")
+        self._rounds = {}
+        try:
+            self.predict(self.eval_dataset if dataset is None else dataset)
+            for rounds in gather_object([self._rounds]):
+                self._rounds |= rounds
+            return SurvivalRounds.concatenate([self._rounds[sample] for sample in sorted(self._rounds)])
+        finally:
+            self._rounds = None
+
+    def calibrate(self, dataset: Iterable[dict[str, Any]] | None = None) -> dict[str, dict[str, float]]:
+        """Fits the survival head's calibration on held-out text and writes it to the drafter's configuration.
+
+        The entry is `"greedy"` for a trainer with `temperature=0` and `"sampling"` for one with `temperature=1`.
+
+        Args:
+            dataset: See [`survival_rounds`].
+
+        Returns:
+            `{"before", "after"}`: [`calibration.reliability`] on the text it was fitted on; use text held out from
+            both to judge it.
+
+        Raises:
+            ValueError: See [`survival_rounds`]; or there are too few rounds.
+        """
+        rounds = self.survival_rounds(dataset)
+        fit = fit_calibration(rounds)
+        mode = "sampling" if self.args.temperature > 0 else "greedy"
+        config = self.drafter.config
+        config.survival_calibration = {**(config.survival_calibration or {}), mode: fit}
+        return {"before": reliability(rounds, None), "after": reliability(rounds, fit)}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Adds acceptance length, per slot and by domain, to what the loop reports."""
