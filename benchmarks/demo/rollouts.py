@@ -99,8 +99,8 @@ def write_prompts(model, tokenizer, count: int, rng: random.Random) -> list[dict
 
 
 @torch.inference_mode()
-def answer(model, tokenizer, rows: list[dict], max_new_tokens: int) -> list[dict]:
-    """Adds `prompt_ids` and the target's greedy `response_ids` (EOS included) to each row."""
+def answer(model, tokenizer, rows: list[dict], max_new_tokens: int, temperature: float = 0.0) -> list[dict]:
+    """Adds `prompt_ids` and the target's `response_ids` (EOS included) to each row; greedy at temperature 0."""
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
@@ -108,7 +108,12 @@ def answer(model, tokenizer, rows: list[dict], max_new_tokens: int) -> list[dict
         for row in rows
     ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
+    output = model.generate(**inputs, **sampling, max_new_tokens=max_new_tokens)
     for row, prompt, mask, ids in zip(
         rows, inputs.input_ids, inputs.attention_mask, output[:, inputs.input_ids.shape[1] :].tolist()
     ):
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="sequences written at once")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="stop after that many response tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample the answers (0: greedy)")
     parser.add_argument("--held-out", action="store_true", help="answer the held-out prompts instead (one shard each)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +160,7 @@ def main() -> None:
         # Neighbours in length share a batch, so that little padding is computed.
         rows.sort(key=lambda row: len(row["prompt"]))
         for start in range(0, len(rows), args.batch):
-            answer(model, tokenizer, rows[start : start + args.batch], args.max_new_tokens)
+            answer(model, tokenizer, rows[start : start + args.batch], args.max_new_tokens, args.temperature)
             print(f"  {start + args.batch} answers, {time.time() - started:.0f} s", flush=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
