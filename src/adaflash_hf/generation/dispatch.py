@@ -7,7 +7,6 @@ other assistant, and nothing for `speculation_type="dflash"`, which is transform
 from __future__ import annotations
 
 import functools
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,28 +14,23 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.utils import logging
 
 from .._compat import check_seams, pop_cache
 from ..draft_settings import read_draft_settings
 from ..modeling_adaflash import AdaFlashDraftModel
-from .candidate_generator import AdaFlashCandidateGenerator
+from .assisted_loop import AssistedLoop, generator_in_use, refuse_in_assisted_loop
 from .compatibility import check_drafter_fits, check_target_kind
 from .packed_attention import NotPackable
 from .packed_decoding import PackedDecoder
-from .stats import DraftStats
 
 logger = logging.get_logger(__name__)
 
 _originals: dict[str, Any] = {}
-_generator: ContextVar[AdaFlashCandidateGenerator | None] = ContextVar("adaflash_candidate_generator", default=None)
 # Arguments of a text-only decoder; anything else (images, encoder outputs) belongs to a target that is not packed.
 _PLAIN_ARGUMENTS = {
     "attention_mask",
@@ -53,10 +47,6 @@ _PLAIN_ARGUMENTS = {
 }
 # What `RaggedCache.read_prefix` can read: keys and values as they are, not compressed or swapped out.
 _READABLE_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
-_ROLLED_STATE = (
-    processors.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    processors.SynthIDTextWatermarkLogitsProcessor,
-)
 
 
 def as_drafter(assistant: Any) -> AdaFlashDraftModel | None:
@@ -121,43 +111,6 @@ def packing_obstacle(target: PreTrainedModel, model_kwargs: dict[str, Any], conf
     return None
 
 
-def _refuse_in_transformers_loop(
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    model_kwargs: dict[str, Any],
-    config: GenerationConfig,
-    obstacle: str,
-) -> None:
-    """Refuses what transformers' own assisted loop gets silently wrong."""
-
-    def refuse(what: str) -> None:
-        raise ValueError(
-            f"{what} cannot be used with assistant_model here: {obstacle}, so the prompt is decoded by transformers' own "
-            "assisted loop, which would give other tokens than plain generate(). Leave out one of the two."
-        )
-
-    for criterion in stopping_criteria:
-        if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria):
-            refuse(f"The stopping criterion {type(criterion).__name__}")
-    for processor in logits_processor:
-        if isinstance(processor, _ROLLED_STATE):
-            refuse(f"The stateful logits processor {type(processor).__name__}")
-    cache = pop_cache(dict(model_kwargs))
-    if cache is None:
-        raise ValueError(
-            f"assistant_model needs a key/value cache here ({obstacle}), and this call has none: use_cache=False was "
-            "passed, or the target keeps none. Leave out one of the two."
-        )
-    if int(cache.get_seq_length()) > 0:
-        refuse("A cache that already holds tokens")
-    if config.cache_implementation in ("static", "offloaded_static"):
-        refuse(f"cache_implementation={config.cache_implementation!r}")
-    if isinstance(cache, StaticCache):
-        refuse("A static cache")
-    if model_kwargs.get("inputs_embeds") is not None:
-        refuse("inputs_embeds")
-
-
 def adaflash_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -219,6 +172,9 @@ def _decode(
         )
     settings = read_draft_settings(drafter.generation_config, config)
     rows = input_ids.shape[0]
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape[0] != rows:
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows, and the batch {rows}: pass one row for each prompt.")
     was_training = drafter.training
     drafter.eval()
     try:
@@ -236,57 +192,21 @@ def _decode(
                     ) from error
                 obstacle = str(error)
         if output is None:
-            output, stats = _decode_in_transformers_loop(
-                target, input_ids, logits_processor, stopping_criteria, config, drafter, settings, streamer, obstacle,
-                loop_arguments, model_kwargs,
-            )  # fmt: skip
+            refuse_in_assisted_loop(logits_processor, stopping_criteria, model_kwargs, config, obstacle)
+            logger.warning_once(
+                f"Packed decoding is not used ({obstacle}); drafting inside transformers' own assisted loop"
+                f"{', one row after another' if rows > 1 else ''}."
+            )
+            loop = _originals.get("_assisted_decoding", GenerationMixin._assisted_decoding)
+            output, stats = AssistedLoop(
+                target, drafter, settings, config, logits_processor, stopping_criteria, streamer, loop, loop_arguments
+            ).decode(input_ids, model_kwargs)
     finally:
         drafter.train(was_training)
     drafter.last_draft_stats = stats
     if not isinstance(output, torch.Tensor):
         output.draft_stats = stats
     return output
-
-
-def _decode_in_transformers_loop(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    drafter: AdaFlashDraftModel,
-    settings: Any,
-    streamer: Any,
-    obstacle: str,
-    loop_arguments: dict[str, Any],
-    model_kwargs: dict[str, Any],
-) -> tuple[Any, DraftStats]:
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"A batch of {input_ids.shape[0]} rows cannot be decoded with assistant_model here: {obstacle}. Pass one "
-            "prompt at a time, or leave out assistant_model."
-        )
-    _refuse_in_transformers_loop(logits_processor, stopping_criteria, model_kwargs, config, obstacle)
-    logger.warning_once(f"Packed decoding is not used ({obstacle}); drafting inside transformers' own assisted loop.")
-    generator = AdaFlashCandidateGenerator(target, drafter, settings, config, logits_processor)
-    token = _generator.set(generator)
-    try:
-        with generator:
-            original = _originals.get("_assisted_decoding", GenerationMixin._assisted_decoding)
-            output = original(
-                target,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=config,
-                assistant_model=drafter,
-                streamer=streamer,
-                **loop_arguments,
-                **model_kwargs,
-            )
-    finally:
-        _generator.reset(token)
-    return output, generator.stats
 
 
 def _refuse_mode(argument: str, mode: GenerationMode, config: GenerationConfig) -> None:
@@ -379,7 +299,7 @@ def _wrap_assisted(original: Any) -> Any:
 def _wrap_generator(original: Any) -> Any:
     @functools.wraps(original)
     def get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = _generator.get()
+        ours = generator_in_use.get()
         if ours is not None and kwargs.get("assistant_model") is ours.drafting.drafter:
             return ours
         return original(self, *args, **kwargs)

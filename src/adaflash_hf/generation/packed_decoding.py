@@ -325,16 +325,10 @@ class PackedDecoder:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=self._by_step([row.scores for row in rows], longest) if self.keep_scores else None,
-            logits=self._by_step([row.logits for row in rows], longest) if self.keep_logits else None,
+            scores=by_step([row.scores for row in rows], longest) if self.keep_scores else None,
+            logits=by_step([row.logits for row in rows], longest) if self.keep_logits else None,
             **cache_output(given_cache),
         )
-
-    @staticmethod
-    def _by_step(values: list[list[torch.Tensor]], steps: int) -> tuple[torch.Tensor, ...]:
-        """One `[rows, vocabulary]` a step, zeros for rows that have ended."""
-        zero = torch.zeros_like(values[0][0])
-        return tuple(torch.stack([row[step] if step < len(row) else zero for row in values]) for step in range(steps))
 
     def _write_back(
         self, cache: Any, rows: list[Row], ended: dict[int, Any], kept_prefix: dict[int, int], held: int
@@ -350,3 +344,9 @@ class PackedDecoder:
                 for store, part in zip((keys, values), ended[row.index][layer], strict=True):
                     store[row.index, :, first : first + part.shape[1]] = part
             cache.update(keys, values, layer)
+
+
+def by_step(values: list[list[torch.Tensor]], steps: int) -> tuple[torch.Tensor, ...]:
+    """One `[rows, vocabulary]` a step, zeros for rows that have ended, from the `[vocabulary]` of each row's steps."""
+    zero = torch.zeros_like(values[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else zero for row in values]) for step in range(steps))

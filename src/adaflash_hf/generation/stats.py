@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -53,6 +54,19 @@ class DraftStats:
         for slot in range(min(drafted, accepted + 1, max(emitted, 1))):
             self.slot_reached[slot] += 1
             self.slot_accepted[slot] += slot < accepted
+
+    def merge(self, other: DraftStats) -> DraftStats:
+        """Adds the counts of other rows of the same call, and returns itself."""
+        for name in ("rounds", "rounds_with_draft", "planned", "drafted", "accepted", "emitted", "paused", "measured"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.slot_reached, self.slot_accepted = (
+            [sum(pair) for pair in zip_longest(mine, theirs, fillvalue=0)]
+            for mine, theirs in (
+                (self.slot_reached, other.slot_reached),
+                (self.slot_accepted, other.slot_accepted),
+            )
+        )
+        return self
 
     @property
     def rounds_without_draft(self) -> int:
