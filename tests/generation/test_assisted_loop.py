@@ -7,7 +7,6 @@ import torch
 from decoding_helpers import (
     alone,
     assert_rows_equal,
-    lively_target,
     oracle,
     plain,
     prompts,
@@ -58,19 +57,6 @@ def falcon():
     return target, drafter
 
 
-def long_positions(**rope):
-    """A target whose frequencies change at position 16."""
-    torch.manual_seed(0)
-    target = lively_target("llama")
-    config = type(target.config)(**(target.config.to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}))
-    changed = type(target)(config).eval()
-    changed.load_state_dict(target.state_dict())
-    changed.generation_config.eos_token_id = None
-    drafter = tiny_drafter(changed, block_size=5)
-    drafter.generation_config.length_policy = "fixed"
-    return changed, drafter
-
-
 @pytest.mark.parametrize("policy", ["fixed", "confidence", "throughput"])
 def test_a_batch_of_a_target_that_cannot_be_packed(policy, monkeypatch):
     said = []
@@ -90,29 +76,6 @@ def test_a_batch_of_a_target_that_cannot_be_packed(policy, monkeypatch):
         "Packed decoding is not used (FalconForCausalLM does not use transformers' attention interface); drafting inside "
         "transformers' own assisted loop, one row after another."
     ]
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {
-            "rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16,
-            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-        },
-    ],
-    ids=["dynamic", "longrope"],
-)  # fmt: skip
-def test_frequencies_that_change_with_the_longest_position(rope):
-    target, drafter = long_positions(**rope)
-    ids, mask = prompts([13, 3, 9])
-    expected = plain(target, ids, mask)
-    with oracle(texts_of(ids, mask, expected), 0.2):
-        found = target.generate(
-            ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=14, do_sample=False, pad_token_id=0
-        )
-    assert_rows_equal(found, ids, expected)
-    assert drafter.last_draft_stats.accepted > 0
 
 
 def test_rows_end_on_their_own_and_are_padded(pair, unpacked):

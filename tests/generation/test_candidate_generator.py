@@ -236,12 +236,12 @@ def test_a_failure_leaves_nothing_behind(pair, unpacked, kind):
 def test_where_frequencies_change():
     def kind(**rope):
         config = shared_target("llama").config.to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}
-        return candidate_generator._frequency_switch(lively_target("llama").__class__(type(config_of())(**config)))
+        return candidate_generator.frequency_switch(lively_target("llama").__class__(type(config_of())(**config)))
 
     def config_of():
         return shared_target("llama").config
 
-    assert candidate_generator._frequency_switch(shared_target("llama")) is None
+    assert candidate_generator.frequency_switch(shared_target("llama")) is None
     assert kind(rope_type="dynamic", factor=2.0) == ("dynamic", 256)
     longrope = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
     assert kind(rope_type="longrope", original_max_position_embeddings=16, **longrope) == ("longrope", 16)

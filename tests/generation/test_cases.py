@@ -20,13 +20,11 @@ from decoding_helpers import (
 from helpers import tiny_drafter
 from text_helpers import character_tokenizer
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    MambaConfig,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -283,13 +281,7 @@ def test_a13_a_drafter_that_does_not_fit(change, message):
         target.generate(prompts([4])[0], assistant_model=drafter, max_new_tokens=2)
 
 
-def test_a14_recurrent_targets_are_refused():
-    target = AutoModelForCausalLM.from_config(
-        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4, state_size=4, expand=2)
-    )
-    drafter = tiny_drafter(shared_target("llama"))
-    with pytest.raises(ValueError, match="target=MambaForCausalLM, which keeps a recurrent state"):
-        target.generate(prompts([4])[0], assistant_model=drafter, max_new_tokens=2)
+# A14, recurrent targets: see test_state_rollback.py.
 
 
 def test_a15_eos_inside_a_block(pair):
@@ -384,9 +376,13 @@ def test_a22_frequencies_that_switch(rope_type):
         assert_rows_equal(found, ids, expected)
         # Past the threshold each position of dynamic NTK has its own frequencies, and nothing is drafted.
         assert (drafter.last_draft_stats.accepted > 0) == (length == 9 or rope_type == "longrope")
-    ids, mask = prompts([9, 24])
-    with pytest.raises(ValueError, match=f"RoPE \\({rope_type}\\) depends on the longest position"):
-        target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=4)
+    ids, mask = prompts([9, 24, 20])
+    own = [ids[row : row + 1, mask[row].argmax() :] for row in range(3)]
+    expected = [_forgetting(target, lambda row=row: plain(target, row))[0] for row in own]
+    with oracle(texts_of(ids, mask, expected), 0.2):
+        call = dict(assistant_model=drafter, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
+        found = _forgetting(target, lambda: target.generate(ids, **call))
+    assert_rows_equal(found, ids, expected)
 
 
 @pytest.mark.parametrize(

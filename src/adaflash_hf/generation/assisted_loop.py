@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .._compat import pop_cache
+from .._compat import cache_argument, pop_cache
 from ..draft_settings import DraftSettings
 from ..modeling_adaflash import AdaFlashDraftModel
-from .candidate_generator import AdaFlashCandidateGenerator
+from .candidate_generator import AdaFlashCandidateGenerator, frequency_switch
 from .packed_decoding import by_step
 from .row_inputs import row_processors
+from .state_rollback import RollbackCache, continues_with_several_tokens, holds_tokens, keeps_a_state
 from .stats import DraftStats
 
 # The generator that transformers' loop is to be given; one a thread.
@@ -35,6 +37,7 @@ _BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_
 
 
 def refuse_in_assisted_loop(
+    target: PreTrainedModel,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     model_kwargs: dict[str, Any],
@@ -65,7 +68,16 @@ def refuse_in_assisted_loop(
             f"assistant_model needs a key/value cache here ({obstacle}), and this call has none: use_cache=False was "
             "passed, or the target keeps none. Leave out one of the two."
         )
-    if int(cache.get_seq_length()) > 0:
+    if keeps_a_state(target):
+        if type(cache) is not DynamicCache:
+            refuse(f"A cache of the kind {type(cache).__name__}")
+        if not continues_with_several_tokens(target):
+            raise ValueError(
+                f"assistant_model cannot be used with target={type(target).__name__}, which keeps a recurrent state and "
+                "reads several tokens at once otherwise than one by one, so that drafts cannot be checked. Leave out "
+                "assistant_model."
+            )
+    if holds_tokens(cache):
         refuse("A cache that already holds tokens")
     if config.cache_implementation in ("static", "offloaded_static"):
         refuse(f"cache_implementation={config.cache_implementation!r}")
@@ -149,6 +161,10 @@ class AssistedLoop:
             )
             chosen = row_processors(self.processors, row, rows, padding, self.config)
             arguments = self.loop_arguments | {"inputs_tensor": ids}
+            switch = frequency_switch(self.target)
+            if row and switch is not None and switch[0] == "dynamic":
+                # Dynamic NTK remembers the longest position of earlier rows until it sees a short call.
+                self.target(input_ids=ids[:, :1], use_cache=False)
             output, found = self._decode_row(ids, config, chosen, criteria, arguments, own_kwargs)
             texts.append(getattr(output, "sequences", output)[0, ids.shape[1] :])
             scores.append([step[0] for step in getattr(output, "scores", None) or ()])
@@ -167,21 +183,23 @@ class AssistedLoop:
     ) -> tuple[Any, DraftStats]:
         generator = AdaFlashCandidateGenerator(self.target, self.drafter, self.settings, config, logits_processor)
         token = generator_in_use.set(generator)
-        try:
-            with generator:
-                output = self.loop(
-                    self.target,
-                    input_ids,
-                    logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
-                    generation_config=config,
-                    assistant_model=self.drafter,
-                    streamer=self.streamer,
-                    **loop_arguments,
-                    **model_kwargs,
-                )
-        finally:
-            generator_in_use.reset(token)
+        with ExitStack() as stack:
+            stack.callback(generator_in_use.reset, token)
+            stack.enter_context(generator)
+            if keeps_a_state(self.target):
+                pop_cache(model_kwargs := dict(model_kwargs))
+                model_kwargs[cache_argument(self.target)] = stack.enter_context(RollbackCache(self.target))
+            output = self.loop(
+                self.target,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=config,
+                assistant_model=self.drafter,
+                streamer=self.streamer,
+                **loop_arguments,
+                **model_kwargs,
+            )
         return output, generator.stats
 
     def _together(

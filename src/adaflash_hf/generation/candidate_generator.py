@@ -49,7 +49,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held], never)
         self.taps = TapRecorder(target, drafter.config.target_layer_ids)
         self.stats = self.drafting.new_stats()
-        self.frequencies = _frequency_switch(target)
+        self.frequencies = frequency_switch(target)
         self._held = held
         self._draft: Draft | None = None
 
@@ -110,7 +110,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             self.drafting.record([self._draft], [matches], self.stats)
 
 
-def _frequency_switch(target: PreTrainedModel) -> tuple[str, int] | None:
+def frequency_switch(target: PreTrainedModel) -> tuple[str, int] | None:
     """Kind of a RoPE whose frequencies depend on the longest position of a call, and how many positions share the first.
 
     Plain decoding meets positions one at a time, so no draft may straddle a change.

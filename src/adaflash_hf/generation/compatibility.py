@@ -17,8 +17,6 @@ def check_target_kind(target: PreTrainedModel) -> None:
     config, kind = target.config, None
     if getattr(config, "is_encoder_decoder", False):
         kind = "is an encoder-decoder"
-    elif getattr(target, "_is_stateful", False):
-        kind = "keeps a recurrent state"
     elif getattr(config.get_text_config(), "is_decoder", True) is False:
         kind = "attends to later tokens (is_decoder=False)"
     if kind is not None:

@@ -27,6 +27,7 @@ from .assisted_loop import AssistedLoop, generator_in_use, refuse_in_assisted_lo
 from .compatibility import check_drafter_fits, check_target_kind
 from .packed_attention import NotPackable
 from .packed_decoding import PackedDecoder
+from .state_rollback import keeps_a_state
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +66,8 @@ def packing_obstacle(target: PreTrainedModel, model_kwargs: dict[str, Any], conf
     """Why this call cannot use packed decoding, or `None` if it can."""
     text = target.config.get_text_config()
     name = type(target).__name__
+    if keeps_a_state(target):
+        return f"{name} keeps a recurrent state"
     if not getattr(target, "_supports_attention_backend", False):
         return f"{name} does not use transformers' attention interface"
     if getattr(text, "num_kv_shared_layers", None):
@@ -174,7 +177,9 @@ def _decode(
     rows = input_ids.shape[0]
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape[0] != rows:
-        raise ValueError(f"attention_mask has {mask.shape[0]} rows, and the batch {rows}: pass one row for each prompt.")
+        raise ValueError(
+            f"attention_mask has {mask.shape[0]} rows, and the batch {rows}: pass one row for each prompt."
+        )
     was_training = drafter.training
     drafter.eval()
     try:
@@ -192,7 +197,7 @@ def _decode(
                     ) from error
                 obstacle = str(error)
         if output is None:
-            refuse_in_assisted_loop(logits_processor, stopping_criteria, model_kwargs, config, obstacle)
+            refuse_in_assisted_loop(target, logits_processor, stopping_criteria, model_kwargs, config, obstacle)
             logger.warning_once(
                 f"Packed decoding is not used ({obstacle}); drafting inside transformers' own assisted loop"
                 f"{', one row after another' if rows > 1 else ''}."
