@@ -26,6 +26,7 @@ from oracles import KnownTexts, NoisedOracle, noised_drafts, perfect_lengths
 
 from adaflash_hf import AdaFlashDraftModel, packed_linears
 from adaflash_hf.demo.assets import DRAFTER, PROMPTS, load_demo_target
+from adaflash_hf.generation.verify_cost import CostMeter
 
 # Student's 0.975 quantile by degrees of freedom.
 QUANTILES = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
@@ -47,6 +48,7 @@ class Arm:
         self.tokens_per_s: list[float] = []
         self.counts = {"rounds": 0, "planned": 0, "drafted": 0, "accepted": 0, "emitted": 0, "paused": 0, "measured": 0}
         self.identical = True
+        self.pauses: dict = {}  # what this arm has learned about whether drafting pays
         self.note: str | None = None
 
     def configure(self) -> None:
@@ -158,6 +160,7 @@ class Bench:
         with ExitStack() as stack:
             if arm.drafter is not None:
                 arm.configure()
+                CostMeter.shared(self.target, arm.drafter).pauses = arm.pauses
                 arguments["assistant_model"] = arm.drafter
                 if arm.name == "transformers-dflash":
                     arguments["speculation_type"] = "dflash"

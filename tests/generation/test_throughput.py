@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from adaflash_hf.generation import throughput
-from adaflash_hf.generation.throughput import ThroughputPlanner, best_lengths
+from adaflash_hf.generation.throughput import PauseRule, ThroughputPlanner, best_lengths
 from adaflash_hf.generation.verify_cost import CostMeter, VerifyCost
 
 FREE = VerifyCost((1, 100), (1.0, 1.0 + 1e-9))
@@ -75,8 +75,22 @@ def test_what_never_pays_is_tried_ever_more_rarely():
     cost = VerifyCost((0, 100), (1.0, 101.0), draft_base=1.0)
     found = rounds(ThroughputPlanner(cost), torch.full((2, 3), 0.05), [3, 3], 1.0, 200)
     tried = [place for place, lengths in enumerate(found) if lengths is not None]
-    gaps = [b - a for a, b in itertools.pairwise(tried)]
-    assert gaps == [2, 3, 5, 9, 17, 33, 65, 65] and all(found[place] == [0, 0] for place in tried)
+    gaps = [b - a - 1 for a, b in itertools.pairwise(tried)]
+    trial, again = [0] * 7, [0] * 3
+    assert gaps == [*trial, 8, *again, 16, *again, 32, *again, 64, *again] and all(found[p] == [0, 0] for p in tried)
+
+
+def test_one_bad_draft_stops_nothing():
+    rule = PauseRule()
+    for worth in (-1.0, *[0.5] * 20, -3.0, 0.5):
+        assert not rule.skip()
+        rule.judge(worth)
+    assert not rule.skip()
+    rule.judge(-5.0)
+    assert [rule.skip() for _ in range(9)] == [True] * 8 + [False]
+    for _ in range(4):  # a trial that pays ends it
+        rule.judge(0.1)
+    assert not rule.skip()
 
 
 def test_what_pays_is_never_paused():

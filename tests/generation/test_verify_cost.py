@@ -108,6 +108,23 @@ def test_a_sweep_tries_every_length_in_random_order_once_for_a_power_of_two_of_r
     assert random.getstate() == state
 
 
+def test_later_rounds_correct_the_curve_and_cheap_lengths_are_visited_again():
+    meter = CostMeter()
+    sweep(meter, 1, 4)
+    assert meter.cost.verify(1, 3) == pytest.approx(0.03, rel=0.02)
+    for _ in range(63):  # from now on a token more costs nothing
+        meter.observe(1, 3, 0.01, 0.001)
+        assert meter.next_length(1, 4) is None
+    assert meter.cost.verify(1, 3) == pytest.approx(0.03, rel=0.02)  # a fit takes its time
+    meter.observe(1, 3, 0.01, 0.001)
+    assert meter.cost.verify(1, 3) == pytest.approx(0.01, rel=0.15)
+    assert meter.cost.draft(1) == pytest.approx(0.001, rel=0.02)
+    again = meter.next_length(1, 4)
+    assert again in (0, 1, 2)  # four drafts cost five times a step and are not tried
+    meter.add(1, 1 + again, 0.01, 0.001)
+    assert meter.next_length(1, 4) is None
+
+
 def test_a_pair_has_one_meter_until_the_target_changes():
     target, drafter = shared_target(), shared_drafter()
     meter = CostMeter.shared(target, drafter)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .verify_cost import CostMeter, VerifyCost
+from .verify_cost import CostMeter, VerifyCost, rows_class
 
-_LONGEST_PAUSE = 64
+_TRIAL, _RETRIAL = 8, 4  # drafts that are judged together, before and after a pause
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64
 
 
 def best_lengths(survival: torch.Tensor, caps: Sequence[int], cost: VerifyCost, rate: float) -> tuple[list[int], float]:
@@ -41,12 +42,41 @@ def best_lengths(survival: torch.Tensor, caps: Sequence[int], cost: VerifyCost, 
     return lengths, float(gained[count])
 
 
+class PauseRule:
+    """When drafting stops for a while: where a few drafts together cost more than they brought.
+
+    A pause doubles while every trial after it ends the same way.
+    """
+
+    def __init__(self) -> None:
+        self._worth: deque[float] = deque(maxlen=_TRIAL)
+        self._needed, self._pause, self._wait = _TRIAL, 0, 0
+
+    def skip(self) -> bool:
+        """Whether the round that begins is paused."""
+        paused = self._wait > 0
+        self._wait -= paused
+        return paused
+
+    def judge(self, worth: float) -> None:
+        """Takes in what a round's drafts were worth, in tokens, time deducted."""
+        self._worth.append(worth)
+        if len(self._worth) < self._needed:
+            return
+        if sum(self._worth) >= 0.0:
+            self._needed, self._pause = _TRIAL, 0
+            return
+        self._wait = self._pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, 2 * self._pause))
+        self._worth.clear()
+        self._needed = _RETRIAL
+
+
 class ThroughputPlanner:
     """Decides the rounds of one `generate()` call.
 
-    Speed is counted against plain decoding of the same rows, so that it means the same while rows drop out. A round
-    whose drafts are worth less than the time that they and their verification take makes the next rounds plain decoding
-    steps; the pause doubles while drafting keeps not paying.
+    Speed is counted against plain decoding of the same rows, so that it means the same while rows drop out. Where drafts
+    are worth less than the time that they and their verification take, rounds become plain decoding steps (see
+    [`PauseRule`]; with a measured curve the next call goes on from there).
 
     Args:
         cost: A saved curve, which makes every decision reproducible; `None` to measure.
@@ -60,9 +90,8 @@ class ThroughputPlanner:
         self._promised = self._kept = 16.0
         # Tokens a row and plain steps' worth of time, with a prior of plain decoding, forgotten slowly.
         self._tokens = self._steps = 4.0
-        self._verify_scale = self._draft_scale = 1.0
-        self._worth: deque[float] = deque(maxlen=8)
-        self._pause = self._wait = 0
+        self._pauses: dict[int, PauseRule] = {} if cost is not None else meter.pauses
+        self._rule = PauseRule()
         self._sweep: int | None = None
         self._expected: float | None = None
         self._marks = [0.0, 0.0]
@@ -90,8 +119,8 @@ class ThroughputPlanner:
             self._sweep = self.meter.next_length(rows, cap)
             if self._sweep is not None:
                 return self._sweep > 0
-        self.was_paused = self._wait > 0
-        self._wait -= self.was_paused
+        self._rule = self._pauses.setdefault(rows_class(rows), PauseRule())
+        self.was_paused = self._rule.skip()
         return not self.was_paused
 
     def plan(self, survival: torch.Tensor, caps: Sequence[int]) -> list[int]:
@@ -127,26 +156,13 @@ class ThroughputPlanner:
             return
         cost = self._curve()
         step = cost.verify(rows, rows)
-        spent = cost.verify(rows, tokens) + drafted * self._draft_scale * cost.draft(rows)
+        spent = cost.verify(rows, tokens) + drafted * cost.draft(rows)
         if self.cost is None:
-            # A common factor of both changes nothing, so only the drafter's share of the time is followed.
-            self._verify_scale += 0.1 * (verify_seconds / cost.verify(rows, tokens) - self._verify_scale)
-            if drafted and cost.draft(rows) > 0:
-                ratio = draft_seconds / cost.draft(rows) / max(self._verify_scale, 1e-6)
-                self._draft_scale += 0.1 * (min(ratio, 4.0) - self._draft_scale)
+            self.meter.observe(rows, tokens, verify_seconds, draft_seconds if drafted else None)
         if drafted and self._expected is not None:
-            self._judge(self._expected - self._rate(rows, cost) * (spent - step))
+            self._rule.judge(self._expected - self._rate(rows, cost) * (spent - step))
         self._tokens = 0.98 * self._tokens + 1.0 + sum(accepted) / rows
         self._steps = 0.98 * self._steps + spent / step
-
-    def _judge(self, worth: float) -> None:
-        """Takes in what the last drafts were worth, in tokens; pauses where they cost more than they brought."""
-        self._worth.append(worth)
-        if sum(self._worth) >= 0.0:
-            self._pause = 0
-            return
-        self._pause = min(_LONGEST_PAUSE, max(1, 2 * self._pause))
-        self._wait = self._pause
 
     def _curve(self) -> VerifyCost:
         return self.cost if self.cost is not None else self.meter.cost

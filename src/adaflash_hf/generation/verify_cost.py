@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -19,6 +19,8 @@ from ..modeling_adaflash import AdaFlashDraftModel
 
 _MOST_KNOTS = 12
 _VISITS = 3
+_REFIT = 64  # rounds between two fits, and between two visits of a length that is not in use
+_RECENT = 256  # rounds that are remembered
 _meters: WeakKeyDictionary[AdaFlashDraftModel, WeakKeyDictionary[PreTrainedModel, CostMeter]] = WeakKeyDictionary()
 
 
@@ -112,7 +114,8 @@ class VerifyCost:
 
     @classmethod
     def fit(cls, verified: Iterable[tuple[int, int, float]], drafted: Iterable[tuple[int, float]] = ()) -> VerifyCost:
-        """Least squares in relative error with every slope at least 0; each `(rows, tokens)` counts by its median.
+        """Least squares in relative error with every slope at least 0; each `(rows, tokens)` counts by its median, more
+        the more often it was seen (up to nine times).
 
         Args:
             verified: `(rows, tokens, seconds)` of target forwards.
@@ -131,12 +134,13 @@ class VerifyCost:
         knots = sorted({*seen[::step], seen[-1]})
         # Rows that hardly differ cannot be told from the constant.
         several = max(rows for rows, _ in cells) >= 2 * min(rows for rows, _ in cells)
-        features, times = [], []
+        features, times, weights = [], [], []
         for (rows, tokens), seconds in cells.items():
             pieces = [min(max(tokens - a, 0.0), b - a) for a, b in pairwise(knots)]
             features.append([1.0, float(rows) * several, *pieces])
             times.append(median(seconds))
-        solution = _non_negative(features, times)
+            weights.append(min(len(seconds), 9) ** 0.5)
+        solution = _non_negative(features, times, weights)
         heights = [solution[0]]
         for slope, first, last in zip(solution[2:], knots, knots[1:]):
             heights.append(heights[-1] + slope * (last - first))
@@ -146,26 +150,34 @@ class VerifyCost:
         draft = [0.0, 0.0]
         if draft_cells:
             draft = _non_negative(
-                [[1.0, float(rows)] for rows in draft_cells], [median(found) for found in draft_cells.values()]
+                [[1.0, float(rows)] for rows in draft_cells],
+                [median(found) for found in draft_cells.values()],
+                [min(len(found), 9) ** 0.5 for found in draft_cells.values()],
             )
         if heights[-1] <= 0:  # everything was put down to the rows
             heights = [1e-9 + height for height in heights]
         return cls(tuple(knots), tuple(heights), solution[1], *draft)
 
 
+def rows_class(rows: int) -> int:
+    """Numbers of rows up to the same power of two share what is known of them."""
+    return max(rows - 1, 0).bit_length()
+
+
 def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
-def _non_negative(features: list[list[float]], times: list[float]) -> list[float]:
-    """Non-negative least squares of relative errors, by coordinate descent on the normal equations."""
+def _non_negative(features: list[list[float]], times: list[float], weights: list[float]) -> list[float]:
+    """Non-negative least squares of weighted relative errors, by coordinate descent on the normal equations."""
     matrix, wanted = torch.tensor(features, dtype=torch.double), torch.tensor(times, dtype=torch.double)
-    matrix = matrix / wanted[:, None]
+    weight = torch.tensor(weights, dtype=torch.double)
+    matrix = matrix * (weight / wanted)[:, None]
     scale = matrix.norm(dim=0).clamp(min=1e-30)
     matrix = matrix / scale
     # A trace of ridge decides between solutions that fit alike.
     gram = (matrix.T @ matrix + 1e-8 * torch.eye(len(scale), dtype=torch.double)).tolist()
-    moment = matrix.sum(0).tolist()
+    moment = (matrix * weight[:, None]).sum(0).tolist()
     solution = [0.0] * len(moment)
     for _ in range(20_000):
         moved = 0.0
@@ -183,33 +195,39 @@ class CostMeter:
     """Collects timings of one drafter with one target, and says what has to be tried next.
 
     For each power of two of rows it asks for a short sweep in random order over how many tokens a row drafts, and fits
-    one curve to all of them. Rounds of a sweep are ordinary rounds with a given draft length: nothing is computed for
-    the timing's sake alone, and nothing waits for the device that would not wait anyway.
+    one curve to all of them and to the latest other rounds. Now and then it asks for one more round of a length that may
+    have become cheap. Rounds of a sweep are ordinary rounds with a given draft length: nothing is computed for the
+    timing's sake alone, and nothing waits for the device that would not wait anyway.
     """
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
         self.verified: list[tuple[int, int, float]] = []
         self.drafted: list[tuple[int, float]] = []
+        self.pauses: dict[int, Any] = {}  # kept here from call to call by the planner
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT)
+        self._recent_drafts: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        self._observed = 0
         self._random = random.Random(0)
         self._sweeps: dict[int, list[int]] = {}
+        self._lengths: dict[int, list[int]] = {}
         self._cost: VerifyCost | None = None
 
     def next_length(self, rows: int, cap: int) -> int | None:
         """Draft length that the sweep wants for the next round; `None` where these rows are measured."""
-        bucket = max(rows - 1, 0).bit_length()
+        bucket = rows_class(rows)
         if bucket not in self._sweeps:
             lengths = sorted({0, cap, *(1 << power for power in range(cap.bit_length()))})
             # The first sweep fixes the shape of the curve, and the first rounds of a process are slow.
             visits = _VISITS if not self._sweeps else _VISITS - 1
             sweep = [length for _ in range(visits) for length in self._random.sample(lengths, len(lengths))]
-            self._sweeps[bucket] = sweep
+            self._sweeps[bucket], self._lengths[bucket] = sweep, lengths
         sweep = self._sweeps[bucket]
         return sweep[-1] if sweep else None
 
     def add(self, rows: int, tokens: int, verify_seconds: float, draft_seconds: float | None) -> None:
         """Adds a round of the sweep."""
-        sweep = self._sweeps.get(max(rows - 1, 0).bit_length())
+        sweep = self._sweeps.get(rows_class(rows))
         if sweep:
             sweep.pop()
         self.verified.append((rows, tokens, verify_seconds))
@@ -217,11 +235,26 @@ class CostMeter:
             self.drafted.append((rows, draft_seconds))
         self._cost = None
 
+    def observe(self, rows: int, tokens: int, verify_seconds: float, draft_seconds: float | None) -> None:
+        """Adds any other round."""
+        self._recent.append((rows, tokens, verify_seconds))
+        if draft_seconds is not None:
+            self._recent_drafts.append((rows, draft_seconds))
+        self._observed += 1
+        if self._observed % _REFIT == 0:
+            self._cost = None
+            tried = self._lengths.get(rows_class(rows), [])
+            # Not one whose visit would cost more than it can teach.
+            limit = 1.5 * self.cost.verify(rows, rows)
+            cheap = [length for length in tried if self.cost.verify(rows, rows * (1 + length)) <= limit]
+            if cheap:
+                self._sweeps[rows_class(rows)].append(self._random.choice(cheap))
+
     @property
     def cost(self) -> VerifyCost:
-        """The curve fitted to everything so far."""
+        """The curve fitted to the sweeps and the latest rounds."""
         if self._cost is None:
-            self._cost = VerifyCost.fit(self.verified, self.drafted)
+            self._cost = VerifyCost.fit([*self.verified, *self._recent], [*self.drafted, *self._recent_drafts])
         return self._cost
 
     @classmethod
