@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from adaflash_hf.generation.draft_head import DraftHead
 from adaflash_hf.generation.drafting import BlockDrafter
 from adaflash_hf.modeling_adaflash import AdaFlashDraftModel
 
@@ -67,11 +68,13 @@ class NoisedOracle:
     """Acceptance probability of each slot of each position, the same for every arm.
 
     A position's difficulty is drawn once (Beta), its slots scatter around it, and each slot is right with the probability
-    that its logits show.
+    that its logits show. Since a draft vocabulary lacks tokens, which would break that promise, every slot of every row
+    gets a place of it for the token that is drafted there.
     """
 
     def __init__(self, known: KnownTexts, alpha: float, beta: float, seed: int = 0) -> None:
         self.known, self.alpha, self.beta, self.seed = known, alpha, beta, seed
+        self.tokens: torch.Tensor | None = None  # of the places
 
     def probabilities(self, text: Sequence[int], slots: int) -> tuple[list[float], list[bool]]:
         """`[slots]` probabilities of being right, and which are."""
@@ -81,30 +84,27 @@ class NoisedOracle:
         chances = [min(0.99, max(0.02, base + rng.uniform(-0.1, 0.1))) for _ in range(slots)]
         return chances, [rng.random() < chance for chance in chances]
 
-    def logits(self, texts: Sequence[torch.Tensor], real: torch.Tensor, lookup: dict[int, int] | None) -> torch.Tensor:
-        """`[rows, slots, draft vocabulary]`; `lookup` is the place of a token in the draft vocabulary."""
-        rows, slots, vocabulary = real.shape
-        ids, strength = torch.zeros(rows, slots, dtype=torch.long), torch.zeros(rows, slots)
+    def logits(self, texts: Sequence[torch.Tensor], real: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Logits like `real`, `[rows, slots, draft vocabulary]`; `vocabulary` is the target's."""
+        rows, slots, places = real.shape
+        tokens, strength = torch.zeros(rows, slots, dtype=torch.long), torch.zeros(rows, slots)
         for row, text in enumerate(texts):
             ahead = self.known.ahead(text, slots)
             chances, right = self.probabilities(text.tolist(), slots)
             for slot, (chance, good) in enumerate(zip(chances, right)):
-                token = ahead[slot] if slot < len(ahead) else -1
-                place = token if lookup is None else lookup.get(token, -1)
-                if place < 0 or not good:
-                    place = (max(place, 0) + 1 + slot) % vocabulary
-                ids[row, slot] = place
-                strength[row, slot] = torch.logit(torch.tensor(chance)) + torch.tensor(float(vocabulary - 1)).log()
-        return torch.zeros_like(real).scatter_(2, ids[..., None], strength[..., None].to(real.dtype))
+                token = ahead[slot] if slot < len(ahead) else 0
+                tokens[row, slot] = token if good else (token + 1 + slot) % vocabulary
+                strength[row, slot] = torch.logit(torch.tensor(chance)) + torch.tensor(float(places - 1)).log()
+        self.tokens = tokens.flatten()
+        ids = torch.arange(rows * slots).view(rows, slots, 1)
+        return torch.zeros_like(real).scatter_(2, ids.to(real.device), strength[..., None].to(real))
 
 
 @contextmanager
 def noised_drafts(oracle: NoisedOracle, drafter: AdaFlashDraftModel) -> Iterator[None]:
     """Drafts of `drafter` come from `oracle`; a ratio head that was trained perfectly on them is put in its place."""
-    lookup = None
-    if drafter.draft_token_ids is not None:
-        lookup = {token: place for place, token in enumerate(drafter.draft_token_ids.tolist())}
     propose, forward, block_logits = BlockDrafter.propose, BlockDrafter._forward, BlockDrafter.block_logits
+    to_token_ids = DraftHead.to_token_ids
 
     def patched_propose(self, anchors, positions, caps, processors, texts):
         self._texts = texts
@@ -119,13 +119,17 @@ def noised_drafts(oracle: NoisedOracle, drafter: AdaFlashDraftModel) -> Iterator
         return output
 
     def patched_logits(self, output, positions):
-        return oracle.logits(self._texts, block_logits(self, output, positions), lookup)
+        return oracle.logits(self._texts, block_logits(self, output, positions), self.target.config.vocab_size)
+
+    def patched_ids(self, ids):
+        return to_token_ids(self, ids) if oracle.tokens is None else oracle.tokens.to(ids.device)[ids]
 
     with ExitStack() as stack:
-        for name, patch in (
-            ("propose", patched_propose),
-            ("_forward", patched_forward),
-            ("block_logits", patched_logits),
+        for owner, name, patch in (
+            (BlockDrafter, "propose", patched_propose),
+            (BlockDrafter, "_forward", patched_forward),
+            (BlockDrafter, "block_logits", patched_logits),
+            (DraftHead, "to_token_ids", patched_ids),
         ):
-            stack.enter_context(mock.patch.object(BlockDrafter, name, patch))
+            stack.enter_context(mock.patch.object(owner, name, patch))
         yield

@@ -99,7 +99,9 @@ def test_a_sweep_tries_every_length_in_random_order_once_for_a_power_of_two_of_r
     lengths = sweep(meter, 8, 15)
     assert sorted(lengths) == sorted([0, 1, 2, 4, 8, 15] * 3)
     assert lengths != sorted(lengths) and lengths != sorted(lengths, reverse=True)
-    assert sweep(meter, 5, 15) == [] and sorted(sweep(meter, 9, 15)) == sorted([0, 1, 2, 4, 8, 15] * 2)
+    # Other rows add the plain step, and numbers of tokens that no sweep has come near.
+    assert sweep(meter, 5, 15) == [] and sweep(meter, 9, 15) == [0, 0]
+    assert sorted(sweep(meter, 2, 15)) == [0, 0, 1, 1, 2, 2]
     assert meter.cost.verify(8, 24) == pytest.approx(0.24, rel=0.02)
     assert meter.cost.draft(8) == pytest.approx(0.002, rel=0.01)
     # Python's own generator is left as it was.
@@ -112,10 +114,11 @@ def test_later_rounds_correct_the_curve_and_cheap_lengths_are_visited_again():
     meter = CostMeter()
     sweep(meter, 1, 4)
     assert meter.cost.verify(1, 3) == pytest.approx(0.03, rel=0.02)
-    for _ in range(63):  # from now on a token more costs nothing
+    for seen in range(1, 64):  # from now on a token more costs nothing
         meter.observe(1, 3, 0.01, 0.001)
         assert meter.next_length(1, 4) is None
-    assert meter.cost.verify(1, 3) == pytest.approx(0.03, rel=0.02)  # a fit takes its time
+        if seen == 3:
+            assert meter.cost.verify(1, 3) == pytest.approx(0.03, rel=0.02)  # the next fit is not due yet
     meter.observe(1, 3, 0.01, 0.001)
     assert meter.cost.verify(1, 3) == pytest.approx(0.01, rel=0.15)
     assert meter.cost.draft(1) == pytest.approx(0.001, rel=0.02)

@@ -96,6 +96,10 @@ class PackedDecoder:
             NotPackable: The target's attention cannot be packed; while not `begun`, the call can go another way.
         """
         given_cache = pop_cache(model_kwargs)
+        # generate() marks a cache that its caller passed; nobody gets to see any other without an output object.
+        self.returns_cache = given_cache is not None and (
+            self.config.return_dict_in_generate or getattr(given_cache, "_is_user_defined", False)
+        )
         embeds = model_kwargs.get("inputs_embeds")
         mask = model_kwargs.get("attention_mask")
         if embeds is not None:
@@ -119,7 +123,7 @@ class PackedDecoder:
             for index, padding in enumerate(paddings)
         ]
         self.stops = RowStops(self.given_criteria, self.config.max_length - input_ids.shape[1], count)
-        self.cache = RaggedCache(count)
+        self.cache = RaggedCache(count, limit=max(row.length for row in rows) + self.stops.budget)
         if held:
             self.cache.read_prefix(given_cache, paddings)
         starts = list(self.cache.lengths)
@@ -292,13 +296,18 @@ class PackedDecoder:
             return running
         alive = {row.index for row in running}
         for place, row in enumerate(rows):
-            if row.index not in alive:
+            if self.returns_cache and row.index not in alive:
                 first, last = kept_prefix[row.index], row.length - 1
+                # Views keep a whole layer of all rows alive, which is right only for the last rows.
                 ended[row.index] = {
-                    layer: tuple(part.clone() for part in self.cache.row_states(place, layer, first, last))
+                    layer: tuple(
+                        part.clone() if running else part for part in self.cache.row_states(place, layer, first, last)
+                    )
                     for layer in self.cache.keys
                 }
-        if running:
+        if not running:
+            self.cache.release()
+        else:
             places = [place for place, row in enumerate(rows) if row.index in alive]
             self.cache.keep_rows(places)
             self.drafting.keep_rows(places)
@@ -319,7 +328,7 @@ class PackedDecoder:
         for row in rows:
             new[row.index, : row.emitted] = row.text[len(row.text) - row.emitted :]
         sequences = torch.cat([input_ids, new], dim=1)
-        if given_cache is not None:
+        if self.returns_cache:
             self._write_back(given_cache, rows, ended, kept_prefix, held)
         if not self.config.return_dict_in_generate:
             return sequences
@@ -341,7 +350,8 @@ class PackedDecoder:
             values = keys.new_zeros(*keys.shape[:3], ended[rows[0].index][layer][1].shape[2])
             for row in rows:
                 first = row.padding + kept_prefix[row.index] - held
-                for store, part in zip((keys, values), ended[row.index][layer], strict=True):
+                # Freed as it goes, so that the states are never held twice over.
+                for store, part in zip((keys, values), ended[row.index].pop(layer), strict=True):
                     store[row.index, :, first : first + part.shape[1]] = part
             cache.update(keys, values, layer)
 

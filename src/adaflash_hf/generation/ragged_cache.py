@@ -20,17 +20,19 @@ class RaggedCache(Cache):
     Args:
         rows: Number of rows.
         starts: Position of each row's slot 0 (where a prefix is not held), by default 0.
+        limit: Slots that no row will exceed, where that is known: no more are set aside.
     """
 
     # transformers asks a cache this before compiling a forward around it.
     is_compileable = False
 
-    def __init__(self, rows: int, starts: Sequence[int] | None = None) -> None:
+    def __init__(self, rows: int, starts: Sequence[int] | None = None, limit: int | None = None) -> None:
         super().__init__(layers=[])
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.lengths = [0] * rows
         self.starts = list(starts) if starts is not None else [0] * rows
+        self.limit = limit
         self.longest = 0  # slots that the next update fills up to, over all rows
         self._counts: list[int] = []
         self._places: dict[Any, torch.Tensor] = {}
@@ -55,6 +57,8 @@ class RaggedCache(Cache):
         if held is None or held.shape[2] < needed:
             # Half as much again, so that copying stays linear in the final length.
             capacity = max(needed + 64, needed * 3 // 2)
+            if self.limit is not None:
+                capacity = max(needed, min(capacity, self.limit))
             grown = states.new_zeros(self.num_rows, states.shape[1], capacity, states.shape[3])
             if held is not None:
                 used = max(self.lengths)
@@ -113,8 +117,13 @@ class RaggedCache(Cache):
                 store[layer_idx] = target
 
     def row_states(self, row: int, layer_idx: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[heads, last - first, head_dim]` of slots `[first, last)` of a row."""
+        """Keys and values `[heads, last - first, head_dim]` of slots `[first, last)` of a row, as views."""
         return self.keys[layer_idx][row, :, first:last], self.values[layer_idx][row, :, first:last]
+
+    def release(self) -> None:
+        """Lets go of all keys and values; what [`row_states`] gave out stays valid."""
+        self.keys.clear()
+        self.values.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row."""

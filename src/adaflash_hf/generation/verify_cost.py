@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from ..linear_packing import is_packed
 from ..modeling_adaflash import AdaFlashDraftModel
 
-_MOST_KNOTS = 12
+_KNOTS_APART = 1.5  # ratio: more knots would follow the noise, and lengths would be chosen by its dips
 _VISITS = 3
-_REFIT = 64  # rounds between two fits, and between two visits of a length that is not in use
+_REFIT = 64  # most rounds between two fits; rounds between two visits of a length that is not in use
+_NEAR = 1.25  # numbers of tokens up to this ratio apart tell of each other
 _RECENT = 256  # rounds that are remembered
 _meters: WeakKeyDictionary[AdaFlashDraftModel, WeakKeyDictionary[PreTrainedModel, CostMeter]] = WeakKeyDictionary()
 
@@ -130,8 +131,10 @@ class VerifyCost:
         if not cells:
             raise ValueError("verified=[] is not valid: a cost curve needs at least one timing.")
         seen = sorted({tokens for _, tokens in cells})
-        step = max(1, -(-len(seen) // _MOST_KNOTS))
-        knots = sorted({*seen[::step], seen[-1]})
+        knots = seen[:1]
+        for tokens in seen[1:]:
+            if tokens >= _KNOTS_APART * knots[-1] or tokens == seen[-1]:
+                knots.append(tokens)
         # Rows that hardly differ cannot be told from the constant.
         several = max(rows for rows, _ in cells) >= 2 * min(rows for rows, _ in cells)
         features, times, weights = [], [], []
@@ -164,6 +167,10 @@ def rows_class(rows: int) -> int:
     return max(rows - 1, 0).bit_length()
 
 
+def _near(tokens: int, known: int) -> bool:
+    return known <= _NEAR * tokens and tokens <= _NEAR * known
+
+
 def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
@@ -194,10 +201,11 @@ def _non_negative(features: list[list[float]], times: list[float], weights: list
 class CostMeter:
     """Collects timings of one drafter with one target, and says what has to be tried next.
 
-    For each power of two of rows it asks for a short sweep in random order over how many tokens a row drafts, and fits
-    one curve to all of them and to the latest other rounds. Now and then it asks for one more round of a length that may
-    have become cheap. Rounds of a sweep are ordinary rounds with a given draft length: nothing is computed for the
-    timing's sake alone, and nothing waits for the device that would not wait anyway.
+    For each power of two of rows it asks for a short sweep in random order over how many tokens a row drafts, less what
+    the sweeps of other rows have covered, and fits one curve to all of them and to the latest other rounds. Now and then
+    it asks for one more round of a length that may have become cheap. Rounds of a sweep are ordinary rounds with a given
+    draft length: nothing is computed for the timing's sake alone, and nothing waits for the device that would not wait
+    anyway.
     """
 
     def __init__(self, state: Any = None) -> None:
@@ -207,7 +215,7 @@ class CostMeter:
         self.pauses: dict[int, Any] = {}  # kept here from call to call by the planner
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=_RECENT)
         self._recent_drafts: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        self._observed = 0
+        self._observed, self._next_fit = 0, 4
         self._random = random.Random(0)
         self._sweeps: dict[int, list[int]] = {}
         self._lengths: dict[int, list[int]] = {}
@@ -220,7 +228,9 @@ class CostMeter:
             lengths = sorted({0, cap, *(1 << power for power in range(cap.bit_length()))})
             # The first sweep fixes the shape of the curve, and the first rounds of a process are slow.
             visits = _VISITS if not self._sweeps else _VISITS - 1
-            sweep = [length for _ in range(visits) for length in self._random.sample(lengths, len(lengths))]
+            known = [tokens for _, tokens, _ in self.verified]
+            wanted = [n for n in lengths if n == 0 or not any(_near(rows * (1 + n), tokens) for tokens in known)]
+            sweep = [length for _ in range(visits) for length in self._random.sample(wanted, len(wanted))]
             self._sweeps[bucket], self._lengths[bucket] = sweep, lengths
         sweep = self._sweeps[bucket]
         return sweep[-1] if sweep else None
@@ -241,8 +251,10 @@ class CostMeter:
         if draft_seconds is not None:
             self._recent_drafts.append((rows, draft_seconds))
         self._observed += 1
-        if self._observed % _REFIT == 0:
+        if self._observed == self._next_fit:  # often at first, when there is most to learn
             self._cost = None
+            self._next_fit += min(_REFIT, self._observed)
+        if self._observed % _REFIT == 0:
             tried = self._lengths.get(rows_class(rows), [])
             # Not one whose visit would cost more than it can teach.
             limit = 1.5 * self.cost.verify(rows, rows)
