@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from adaflash_hf.draft_settings import DraftSettings, ratio_draft_length
 from adaflash_hf.generation.drafting import BlockDrafter
 from adaflash_hf.generation.length_policy import confidence_survival
-from adaflash_hf.generation.throughput import ThroughputPlanner
+from adaflash_hf.generation.throughput import ThroughputPlanner, best_lengths
 from adaflash_hf.generation.verify_cost import VerifyCost
 
 DEFAULTS = DraftSettings()
@@ -218,7 +218,13 @@ def replay(rounds: Rounds, policy: str, concurrency: int, cost: VerifyCost, coun
         if policy == "oracle":
             survival = (every[None] < right[:, None]).float()
         caps = [min(slots, max(0, more)) for more in left]
-        if planner is not None:
+        if policy == "oracle":  # knows before it drafts what the drafts will be worth
+            rate = planner._rate(concurrency, cost)
+            planned, gained = best_lengths(survival, caps, cost, rate)
+            step, checked = cost.verify(concurrency, concurrency), cost.verify(concurrency, concurrency + sum(planned))
+            drafts = gained > rate * (checked - step + cost.draft(concurrency))
+            planned = planned if drafts else [0] * concurrency
+        elif planner is not None:
             drafts = planner.start(concurrency, slots)
             planned = planner.plan(survival, caps) if drafts else [0] * concurrency
         elif policy == "ratio":
@@ -233,7 +239,7 @@ def replay(rounds: Rounds, policy: str, concurrency: int, cost: VerifyCost, coun
         kept = torch.minimum(torch.tensor(lengths), right).tolist()
         seconds += cost.verify(concurrency, concurrency + sum(lengths)) + drafts * cost.draft(concurrency)
         if planner is not None:
-            if drafts:
+            if drafts and policy == "throughput":
                 promised = float(survival[every[None] < torch.tensor(lengths)[:, None]].sum())
             planner.drafted()
             planner.finish(lengths, kept, promised, drafted=drafts)

@@ -33,7 +33,7 @@ _COMMON = {
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {"sliding_window": 8}),
+    "mistral": ("mistral", {"sliding_window": 6}),
     "gemma2": ("gemma2", {"sliding_window": 8, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),

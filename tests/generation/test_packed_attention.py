@@ -357,7 +357,7 @@ def test_flash_kernels_serve_the_rows(kind, install_flash):
     assert len(calls) == 5 * plain.config.num_hidden_layers
     assert flash.config._attn_implementation == "flash_attention_2"
     # transformers counts a window without the query itself.
-    windows = {"llama": {(-1, -1)}, "gpt2": {(-1, -1)}, "mistral": {(7, 7)}}
+    windows = {"llama": {(-1, -1)}, "gpt2": {(-1, -1)}, "mistral": {(5, 5)}}
     assert set(calls) == windows.get(kind, {(-1, -1), (7, 7)})
 
 

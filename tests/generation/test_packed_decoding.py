@@ -124,6 +124,39 @@ def test_a5_rows_that_ended_at_different_times_say_why_they_cannot_go_on(pair):
         target.generate(second, attention_mask=(second != 0).long(), **call)
 
 
+@pytest.mark.parametrize("way", ["nobody", "caller", "output"])
+def test_states_are_kept_only_where_somebody_sees_them(pair, way, monkeypatch):
+    target, drafter = pair
+    ids, mask = prompts([7, 4])
+    kept = []
+    row_states = packed_decoding.RaggedCache.row_states
+    monkeypatch.setattr(
+        packed_decoding.RaggedCache, "row_states", lambda *given: kept.append(given[1]) or row_states(*given)
+    )
+    cache = DynamicCache(config=target.config)
+    call = {"caller": {cache_argument(target): cache}, "output": {"return_dict_in_generate": True}}.get(way, {})
+    target.generate(ids, attention_mask=mask, assistant_model=drafter, **CALL, **call)
+    assert bool(kept) == (way != "nobody")
+    assert cache.get_seq_length() == (7 + 8 - 1 if way == "caller" else 0)
+
+
+def test_no_more_is_set_aside_than_the_longest_row_can_fill(pair, monkeypatch):
+    target, drafter = pair
+    ids, mask = prompts([30, 4])
+    sizes = []
+    update = packed_decoding.RaggedCache.update
+
+    def noted(self, keys, values, layer, *args, **kwargs):
+        result = update(self, keys, values, layer, *args, **kwargs)
+        if type(self) is packed_decoding.RaggedCache:
+            sizes.append(self.keys[layer].shape[2])
+        return result
+
+    monkeypatch.setattr(packed_decoding.RaggedCache, "update", noted)
+    target.generate(ids, attention_mask=mask, assistant_model=drafter, **CALL)
+    assert set(sizes) == {30 + 8}
+
+
 def test_without_a_cache(pair):
     target, drafter = pair
     ids, _ = prompts([7])
