@@ -133,13 +133,15 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="stop after that many response tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample the answers (0: greedy)")
+    parser.add_argument("--first-shard", type=int, default=0, help="number of the first shard: later ones are other text")
     parser.add_argument("--held-out", action="store_true", help="answer the held-out prompts instead (one shard each)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16, attn_implementation="grouped")
     ready = held_out_prompts(args.wheels) if args.held_out else training_prompts(args.wheels)
-    total, shard, started, spare = 0, 0, time.time(), []
+    total, shard, started, spare = 0, args.first_shard, time.time(), []
+    ready = ready[args.first_shard * (args.rows // 2) :]
     while total < args.tokens:
         path = args.out / f"{'held' if args.held_out else 'train'}-{shard:04d}.jsonl"
         half = args.rows if args.held_out else args.rows // 2
