@@ -159,8 +159,6 @@ class ThroughputPlanner:
         spent = cost.verify(rows, tokens) + drafted * cost.draft(rows)
         if self.cost is None:
             self.meter.observe(rows, tokens, verify_seconds, draft_seconds if drafted else None)
-            # The curve does not know that uneven rows attend in a rectangle; the clock does.
-            spent = draft_seconds + verify_seconds
         if drafted and self._expected is not None:
             self._rule.judge(self._expected - self._rate(rows, cost) * (spent - step))
         self._tokens = 0.98 * self._tokens + 1.0 + sum(accepted) / rows
