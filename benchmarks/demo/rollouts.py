@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="stop after that many response tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample the answers (0: greedy)")
-    parser.add_argument("--first-shard", type=int, default=0, help="number of the first shard: later ones are other text")
+    parser.add_argument(
+        "--first-shard", type=int, default=0, help="number of the first shard: later ones are other text"
+    )
     parser.add_argument("--held-out", action="store_true", help="answer the held-out prompts instead (one shard each)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def train(target, tmp_path, drafter=None, data=None, **kw):
 
 
 def test_c4_accumulation_equals_one_batch(target, tmp_path):
-    kw = dict(max_steps=2, soft_label_weight=0.5, num_anchors=99, train_sampling_strategy="sequential")
+    kw = dict(max_steps=2, alpha=0.5, num_anchors=99, train_sampling_strategy="sequential")
     one = train(target, tmp_path, per_device_train_batch_size=8, **kw)
     four = train(target, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, **kw)
     for a, b in zip(one.model.parameters(), four.model.parameters()):
@@ -197,7 +197,7 @@ def test_c8_evaluation_during_training(target, tmp_path):
 def test_c10_everything_saved_learns(target, tmp_path):
     drafter = fresh(target)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    train(target, tmp_path, drafter, soft_label_weight=0.5, weight_decay=0.0)
+    train(target, tmp_path, drafter, alpha=0.5, weight_decay=0.0)
     unchanged = [name for name, value in drafter.state_dict().items() if torch.equal(value, before[name])]
     assert unchanged == []
 
@@ -291,7 +291,7 @@ def test_feature_store(target, tmp_path):
 
 
 def test_the_cache_does_not_change_training(target, tmp_path):
-    kw = dict(soft_label_weight=0.5, train_sampling_strategy="group_by_length")
+    kw = dict(alpha=0.5, train_sampling_strategy="group_by_length")
     plain_run = train(target, tmp_path / "a", **kw)
     cached = train(target, tmp_path / "b", feature_cache=str(tmp_path / "cache"), feature_dtype="float32", **kw)
     for a, b in zip(plain_run.model.parameters(), cached.model.parameters()):
@@ -302,7 +302,11 @@ def test_the_cache_does_not_change_training(target, tmp_path):
     ("bad", "message"),
     [
         ({"num_anchors": 0}, "num_anchors=0 is not valid: expected at least 1"),
-        ({"soft_label_weight": 1.5}, r"soft_label_weight=1.5 is not valid: expected a share in \[0, 1\]"),
+        ({"alpha": 1.5}, r"alpha=1.5 is not valid: expected a share in \[0, 1\]"),
+        ({"jsd_beta": -0.1}, r"jsd_beta=-0.1 is not valid: expected a share in \[0, 1\]"),
+        ({"divergence": "kl"}, "divergence='kl' is not valid: expected one of 'reverse_kl', 'forward_kl'"),
+        ({"position_weighting": "flat"}, "position_weighting='flat' is not valid: expected one of 'exponential'"),
+        ({"divergence_clip": 0.0}, "divergence_clip=0.0 is not valid"),
         ({"gamma": -1.0}, "gamma=-1.0 is not valid"),
         ({"temperature": -0.5}, "temperature=-0.5 is not valid"),
         ({"feature_dtype": "int8"}, "feature_dtype='int8' is not valid"),

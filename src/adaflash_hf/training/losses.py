@@ -8,11 +8,13 @@ its largest part, chunk by chunk: each chunk's gradient with respect to the draf
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
 
 from ..generation.draft_head import DraftHead
+from .divergences import UNRESTRICTED, acceptance_probability, divergence, dpace_weights
 
 
 def default_gamma(block_size: int) -> float:
@@ -33,9 +35,10 @@ class DraftTargets:
         token_ids: `[slots]`, the target's argmax.
         weights: `[slots]`, position weights.
         state_index: `[slots]`, row of `states` that holds the target's final state for the slot's token.
-        states: `[positions, hidden]`, the target's final (normed) states; only for `soft_label_weight > 0`.
+        states: `[positions, hidden]`, the target's final (normed) states; only for a divergence or acceptances.
         log_normalizers: `[positions]`, the target's logsumexp over its whole vocabulary at those states.
         text_ids: `[slots]`, the tokens of the text itself, where their acceptance is asked for (needs the two above).
+        slots: `[slots]`, place in its block, from 0; only for D-PACE. Blocks follow one another whole.
     """
 
     token_ids: torch.Tensor
@@ -44,6 +47,26 @@ class DraftTargets:
     states: torch.Tensor | None = None
     log_normalizers: torch.Tensor | None = None
     text_ids: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """The mixture `alpha * CE(argmax p_T) + (1 - alpha) * divergence` (AdaFlash, 2607.19223, eq. of its OPD loss).
+
+    Args:
+        alpha: Share of the cross-entropy on the target's argmax.
+        divergence: `"reverse_kl"`, `"forward_kl"`, `"jsd"` or `"total_variation"`.
+        jsd_beta: Of `"jsd"`.
+        clip: Most nats of a slot's divergence, applied before anything is normalised; `None` for no limit.
+        dpace: Whether slots are weighted by D-PACE (2605.18810) within their block.
+    """
+
+    alpha: float = 1.0
+    divergence: str = "reverse_kl"
+    jsd_beta: float = 0.5
+    clip: float | None = None
+    dpace: bool = False
 
 
 @dataclass
@@ -84,34 +107,38 @@ def drafter_loss(
     head: DraftHead,
     targets: DraftTargets,
     normalizer: torch.Tensor | float,
-    soft_label_weight: float = 0.0,
+    mixture: DraftLoss = DraftLoss(),
     chunk_size: int = 1024,
 ) -> DraftLossOutput:
-    """`(1 - s) * CE(argmax p_T) + s * CE(p_T)` of the drafted slots, position-weighted.
+    """The mixture of the drafted slots, position-weighted.
 
-    With a draft vocabulary `p_T` is restricted to it and renormalised, and a slot whose argmax lies outside drops its
-    hard term; the reported acceptance keeps the target's full normaliser.
+    With a draft vocabulary a slot whose argmax lies outside drops its hard term; `"forward_kl"` and `"jsd"` see `p_T`
+    restricted to the vocabulary and renormalised, the others and the reported acceptance its whole normaliser.
 
     Args:
         states: `[slots, hidden]`, the drafter's final states of the counted slots.
         head: Draft logits from states; frozen.
         targets: What the slots should say.
         normalizer: Divides the weighted sum: the total weight of the whole (accumulated, all ranks') batch.
-        soft_label_weight: The share s of the soft target.
-        chunk_size: Slots whose logits exist at a time; peak memory is about 5 float32 copies of
-            `[chunk_size, vocabulary]` (3.1 GB at 1024 and 151,936).
+        mixture: Which loss.
+        chunk_size: Slots whose logits exist at a time; peak memory is about 6 float32 copies of
+            `[chunk_size, vocabulary]` (3.7 GB at 1024 and 151,936).
 
     Returns:
         [`DraftLossOutput`].
 
     Raises:
-        ValueError: `soft_label_weight` needs the target's states and they were not given.
+        ValueError: The mixture needs the target's states, normalisers or the slots' places, and they were not given.
     """
-    if soft_label_weight > 0 and targets.states is None:
-        raise ValueError(f"soft_label_weight={soft_label_weight} needs the target's final states, and none were given.")
+    if mixture.alpha < 1 and (targets.states is None or targets.log_normalizers is None):
+        raise ValueError(
+            f"alpha={mixture.alpha} needs the target's final states and normalisers, and they were not given."
+        )
+    if mixture.dpace and targets.slots is None:
+        raise ValueError("dpace=True needs the slots' places in their blocks, and they were not given.")
     local_ids = _local_ids(head, targets.token_ids)
     text_ids = None if targets.text_ids is None else _local_ids(head, targets.text_ids)
-    loss, parts = _ChunkedLoss.apply(states, head, targets, local_ids, text_ids, soft_label_weight, chunk_size)
+    loss, parts = _ChunkedLoss.apply(states, head, targets, local_ids, text_ids, mixture, chunk_size)
     return DraftLossOutput(
         loss=loss / normalizer,
         matched=torch.cat(parts.matched) if parts.matched else targets.token_ids.new_zeros(0, dtype=torch.bool),
@@ -120,6 +147,19 @@ def drafter_loss(
         text_acceptance=torch.cat(parts.text_acceptance) if parts.text_acceptance else None,
         log_confidence=torch.cat(parts.log_confidence) if parts.log_confidence else None,
     )
+
+
+def _chunks(count: int, size: int, slots: torch.Tensor | None) -> list[slice]:
+    """Consecutive pieces of about `size` slots, at borders of blocks where places are given."""
+    if slots is None:
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    borders = [*(slots == 0).nonzero().flatten().tolist(), count]
+    pieces, start = [], 0
+    for border, following in pairwise(borders):
+        if following - start > size and border > start:
+            pieces.append(slice(start, border))
+            start = border
+    return [*pieces, slice(start, count)] if count else []
 
 
 def _local_ids(head: DraftHead, token_ids: torch.Tensor) -> torch.Tensor:
@@ -136,14 +176,13 @@ class _ChunkedLoss(torch.autograd.Function):
     """Weighted sum of the slot losses; keeps only the gradient of the states, not the logits."""
 
     @staticmethod
-    def forward(ctx, states, head, targets, local_ids, text_ids, soft, chunk_size):
+    def forward(ctx, states, head, targets, local_ids, text_ids, mixture, chunk_size):
         parts = _Parts()
         gradient = torch.zeros_like(states) if states.requires_grad else None
-        for start in range(0, len(states), chunk_size):
-            rows = slice(start, start + chunk_size)
+        for rows in _chunks(len(states), chunk_size, targets.slots if mixture.dpace else None):
             piece = states[rows].detach().requires_grad_(gradient is not None)
             with torch.enable_grad():
-                loss = _chunk_loss(piece, head, targets, local_ids, text_ids, rows, soft, parts)
+                loss = _chunk_loss(piece, head, targets, local_ids, text_ids, rows, mixture, parts)
             if gradient is not None:
                 (gradient[rows],) = torch.autograd.grad(loss, piece)
             parts.loss = parts.loss + loss.detach()
@@ -164,7 +203,7 @@ def _chunk_loss(
     local_ids: torch.Tensor,
     text_ids: torch.Tensor | None,
     rows: slice,
-    soft: float,
+    mixture: DraftLoss,
     parts: _Parts,
 ) -> torch.Tensor:
     logits = head(states).float().to(states.device)
@@ -173,25 +212,37 @@ def _chunk_loss(
     inside = ids >= 0
     parts.outside += int((~inside).sum())
     parts.matched.append((logits.detach().argmax(-1) == ids) & inside)
-    hard = -log_probs.gather(1, ids.clamp(min=0)[:, None]).squeeze(1) * inside
-    loss = (1.0 - soft) * hard
-    if targets.states is not None:
+    right = log_probs.gather(1, ids.clamp(min=0)[:, None]).squeeze(1)
+    loss = mixture.alpha * (-right * inside)
+    if targets.states is not None and targets.log_normalizers is not None:
         with torch.no_grad():
             # Blocks overlap, so a position's distribution is computed once for all the slots that predict it.
             index, inverse = targets.state_index[rows].unique(return_inverse=True)
             target_logits = head(targets.states[index]).float().to(states.device)
-            if targets.log_normalizers is not None:
-                full = (target_logits - targets.log_normalizers[index].to(states.device)[:, None]).exp()[inverse]
-                parts.acceptance.append(torch.minimum(full, log_probs.exp()).sum(-1))
-                if text_ids is not None:
-                    own = text_ids[rows].clamp(min=0)[:, None]
-                    ratio = log_probs.gather(1, own).squeeze(1).exp() / full.gather(1, own).squeeze(1).clamp(min=1e-30)
-                    parts.text_acceptance.append(ratio.clamp(max=1.0) * (text_ids[rows] >= 0))
-                    parts.log_confidence.append(log_probs.amax(-1))
-            target_probs = target_logits.softmax(-1)[inverse] if soft > 0 else None
-        if soft > 0:
-            loss = loss - soft * (target_probs * log_probs).sum(-1)
+            full = (target_logits - targets.log_normalizers[index].to(states.device)[:, None])[inverse]
+            parts.acceptance.append(acceptance_probability(log_probs, full))
+            if text_ids is not None:
+                own = text_ids[rows].clamp(min=0)[:, None]
+                ratio = (log_probs.gather(1, own) - full.gather(1, own)).squeeze(1).exp()
+                parts.text_acceptance.append(ratio.clamp(max=1.0) * (text_ids[rows] >= 0))
+                parts.log_confidence.append(log_probs.amax(-1))
+        if mixture.alpha < 1:
+            teacher = full if mixture.divergence in UNRESTRICTED else full.log_softmax(-1)
+            distance = divergence(mixture.divergence, log_probs, teacher, mixture.jsd_beta)
+            if mixture.clip is not None:
+                distance = distance.clamp(max=mixture.clip)
+            loss = loss + (1.0 - mixture.alpha) * distance
+    if mixture.dpace:
+        weights = _by_block(right.masked_fill(~inside, -torch.inf), weights, targets.slots[rows])
     return (loss * weights).sum()
+
+
+def _by_block(right: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[`dpace_weights`] of a flat list of slots whose blocks follow one another."""
+    block = (slots == 0).cumsum(0) - 1
+    shape = (int(block[-1]) + 1, int(slots.max()) + 1)
+    spread = lambda values: values.new_zeros(shape).index_put((block, slots), values)
+    return dpace_weights(spread(right.detach()), spread(weights))[block, slots]
 
 
 def reach_probabilities(acceptance: torch.Tensor) -> torch.Tensor:

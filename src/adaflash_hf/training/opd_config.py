@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .divergences import DIVERGENCES
+
+POSITION_WEIGHTINGS = ("exponential", "dpace")
+
 
 @dataclass
 class OPDConfig(TrainingArguments):
     """Arguments for training a drafter: those of `TrainingArguments` and the ones below.
 
-    Learning rate, schedule and clipping default to DFlash's (2602.06036, 6e-4, cosine, 1.0).
+    Learning rate, schedule and clipping default to DFlash's (2602.06036, 6e-4, cosine, 1.0), the loss to AdaFlash's mixture
+    (2607.19223: `0.8 * CE + 0.2 * KL(p_S || p_T)`).
 
     Raises:
         ValueError: A value is outside what is accepted; the message names it.
@@ -36,9 +41,23 @@ class OPDConfig(TrainingArguments):
         default=None,
         metadata={"help": "Decay of the position weights; by default 7 / 5 / 4 for blocks of 16 / 10 / 8."},
     )
-    soft_label_weight: float = field(
-        default=0.0,
-        metadata={"help": "Share of the target's whole distribution in the loss; the rest is its argmax."},
+    alpha: float = field(
+        default=0.8,
+        metadata={"help": "Share of the cross-entropy on the target's argmax in the loss; the rest is `divergence`."},
+    )
+    divergence: str = field(
+        default="reverse_kl",
+        metadata={"help": "From the target's whole distribution: reverse_kl, forward_kl, jsd or total_variation."},
+    )
+    jsd_beta: float = field(
+        default=0.5, metadata={"help": "Of divergence='jsd', as in TRL: 0 is forward KL, 1 is reverse KL."}
+    )
+    divergence_clip: float | None = field(
+        default=None, metadata={"help": "Most nats of one slot's divergence, before anything is normalised."}
+    )
+    position_weighting: str = field(
+        default="exponential",
+        metadata={"help": "How slots of a block are weighted: exponential (gamma), or dpace within what gamma gives."},
     )
     loss_chunk_size: int = field(default=1024, metadata={"help": "Drafted slots whose logits exist at a time."})
     feature_cache: str | None = field(
@@ -53,9 +72,18 @@ class OPDConfig(TrainingArguments):
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"OPDConfig: {name}={getattr(self, name)} is not valid: expected at least 1.")
-        if not 0.0 <= self.soft_label_weight <= 1.0:
+        for name in ("alpha", "jsd_beta"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"OPDConfig: {name}={getattr(self, name)} is not valid: expected a share in [0, 1].")
+        for name, accepted in (("divergence", DIVERGENCES), ("position_weighting", POSITION_WEIGHTINGS)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"OPDConfig: {name}={getattr(self, name)!r} is not valid: expected one of "
+                    f"{', '.join(map(repr, accepted))}."
+                )
+        if self.divergence_clip is not None and self.divergence_clip <= 0:
             raise ValueError(
-                f"OPDConfig: soft_label_weight={self.soft_label_weight} is not valid: expected a share in [0, 1]."
+                f"OPDConfig: divergence_clip={self.divergence_clip} is not valid: expected a positive number of nats."
             )
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"OPDConfig: gamma={self.gamma} is not valid: expected a positive number.")

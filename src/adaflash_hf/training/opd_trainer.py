@@ -19,6 +19,7 @@ from .calibration import SurvivalRounds, fit_calibration, reliability, simulated
 from .collator import RolloutCollator, RolloutDataset
 from .features import FeatureStore, target_features
 from .losses import (
+    DraftLoss,
     DraftLossOutput,
     DraftTargets,
     accepted_lengths,
@@ -51,7 +52,7 @@ class _LengthGroupedSampler(LengthGroupedSampler):
 
 
 class OPDTrainer(Trainer):
-    """Trains a drafter on its target's text: weighted cross-entropy over many blocks a sequence, length heads beside.
+    """Trains a drafter on its target's text: AdaFlash's mixture loss over many blocks a sequence, length heads beside.
 
     Args:
         model: The drafter, or a path or Hub id of one.
@@ -101,6 +102,13 @@ class OPDTrainer(Trainer):
             model = get_peft_model(model, peft_config)
         self.block_size = self.drafter.config.block_size
         self.weights = position_weights(self.block_size, args.gamma or default_gamma(self.block_size))
+        self.mixture = DraftLoss(
+            alpha=args.alpha,
+            divergence=args.divergence,
+            jsd_beta=args.jsd_beta,
+            clip=args.divergence_clip,
+            dpace=args.position_weighting == "dpace",
+        )
         self.metrics_seen = SlotMetrics(self.block_size - 1)
         self._evaluated: SlotMetrics | None = None
         self._rounds: dict[int, SurvivalRounds] | None = None
@@ -283,10 +291,11 @@ class OPDTrainer(Trainer):
             token_ids=features["argmax"].flatten()[index],
             weights=self.weights.to(ids.device).expand(counted.shape)[counted],
             state_index=index,
+            slots=torch.arange(size - 1, device=ids.device).expand(counted.shape)[counted],
         )
         if self._rounds is not None:
             targets.text_ids = ids.flatten()[index + 1]
-        if self.args.soft_label_weight > 0 or self.args.temperature > 0 or self._rounds is not None:
+        if self.args.alpha < 1 or self.args.temperature > 0 or self._rounds is not None:
             targets.states = features["states"].flatten(0, 1)
             targets.log_normalizers = features["log_normalizers"].flatten()
         result = drafter_loss(
@@ -294,7 +303,7 @@ class OPDTrainer(Trainer):
             DraftHead.shared(self.target, self.drafter),
             targets,
             normalizer,
-            soft_label_weight=self.args.soft_label_weight,
+            mixture=self.mixture,
             chunk_size=self.args.loss_chunk_size,
         )
         matched = torch.zeros_like(counted).masked_scatter(counted, result.matched)
