@@ -339,6 +339,28 @@ class AdaFlashDraftModel(AdaFlashPreTrainedModel):
         initialize_from_target(model, target, draft_token_ids)
         return model
 
+    def add_length_heads(self, names: Sequence[str] = ("ratio", "survival")) -> None:
+        """Gives a drafter that was published without them new, untrained length heads; those it has stay as they are.
+
+        Train them with `OPDConfig(train_only="length_head")` before a policy relies on them.
+
+        Args:
+            names: Any of `"ratio"` (AdaFlash, 2607.19223) and `"survival"`.
+
+        Raises:
+            ValueError: There is no such head.
+        """
+        classes = {"ratio": RatioHead, "survival": SurvivalHead}
+        unknown = [name for name in names if name not in classes]
+        if unknown:
+            raise ValueError(f"names={list(names)} is not valid: expected any of {list(classes)}.")
+        for name in names:
+            if name not in self.config.length_heads:
+                head = classes[name](self.config).to(device=self.device, dtype=self.dtype)
+                head.apply(self._init_weights)
+                setattr(self, f"{name}_head", head.train(self.training))
+        self.config.length_heads = [name for name in classes if name in {*self.config.length_heads, *names}]
+
     def fuse_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Target states `[..., taps * hidden]` -> the fused context `[..., hidden]` every draft layer reads."""
         if self.config.normalize_taps:

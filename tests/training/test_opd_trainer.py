@@ -255,6 +255,44 @@ def test_the_target_answers_prompts(target, tmp_path):
         OPDTrainer(fresh(target), target, config(tmp_path), [{"text": "w1"}], processing_class=tokenizer)
 
 
+def test_length_heads_alone(target, tmp_path):
+    """A drafter without heads gets some, and only they learn; the drafts stay what they were."""
+    drafter = fresh(target, length_heads=[])
+    with pytest.raises(ValueError, match=r"call drafter.add_length_heads\(\) first"):
+        OPDTrainer(drafter, target, config(tmp_path, train_only="length_head"), rows())
+    before = copy.deepcopy(drafter.state_dict())
+    drafter.add_length_heads()
+    assert drafter.config.length_heads == ["ratio", "survival"]
+    added = copy.deepcopy(drafter.state_dict())
+    kw = dict(train_only="length_head", max_steps=20, head_learning_rate=1e-2, calibrate_at_end=True)
+    settings = config(tmp_path, **kw)
+    with pytest.raises(ValueError, match="calibrate_at_end=True needs an eval_dataset"):
+        OPDTrainer(drafter, target, settings, rows())
+    trainer = OPDTrainer(drafter, target, settings, _answered(target, 16), eval_dataset=_answered(target, 12, seed=5))
+    trainer.train()
+    found = drafter.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(not torch.equal(found[name], added[name]) for name in added.keys() - before.keys())
+    losses = [entry["survival_loss"] for entry in trainer.state.log_history if "survival_loss" in entry]
+    assert losses[-1] < losses[0]
+    assert set(drafter.config.survival_calibration) == {"greedy"}
+    assert "calibration_ece" in trainer.state.log_history[-1]
+    trainer.save_model(str(tmp_path / "upgraded"))
+    loaded = AdaFlashDraftModel.from_pretrained(tmp_path / "upgraded")
+    assert loaded.config.survival_calibration == drafter.config.survival_calibration
+    assert all(torch.equal(value, found[name]) for name, value in loaded.state_dict().items())
+
+
+def test_contradictions_are_refused(target, tmp_path):
+    alone = config(tmp_path, train_only="length_head")
+    with pytest.raises(ValueError, match="cannot be combined with train_only='length_head'"):
+        OPDTrainer(fresh(target), target, alone, rows(), peft_config=LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"needs a survival head, and the drafter has length_heads=\['ratio'\]"):
+        OPDTrainer(fresh(target, length_heads=["ratio"]), target, config(tmp_path, calibrate_at_end=True), rows())
+    with pytest.raises(ValueError, match=r"names=\['length'\] is not valid"):
+        fresh(target).add_length_heads(["length"])
+
+
 def test_saved_drafters_and_adapters_load(target, tmp_path):
     whole = train(target, tmp_path, max_steps=1)
     whole.save_model(str(tmp_path / "whole"))
@@ -306,6 +344,8 @@ def test_the_cache_does_not_change_training(target, tmp_path):
         ({"jsd_beta": -0.1}, r"jsd_beta=-0.1 is not valid: expected a share in \[0, 1\]"),
         ({"divergence": "kl"}, "divergence='kl' is not valid: expected one of 'reverse_kl', 'forward_kl'"),
         ({"position_weighting": "flat"}, "position_weighting='flat' is not valid: expected one of 'exponential'"),
+        ({"train_only": "head"}, "train_only='head' is not valid: expected 'length_head'"),
+        ({"calibrate_at_end": True, "temperature": 0.7}, "temperature=0.7 is not valid with calibrate_at_end=True"),
         ({"divergence_clip": 0.0}, "divergence_clip=0.0 is not valid"),
         ({"gamma": -1.0}, "gamma=-1.0 is not valid"),
         ({"temperature": -0.5}, "temperature=-0.5 is not valid"),

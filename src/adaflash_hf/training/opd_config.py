@@ -28,6 +28,18 @@ class OPDConfig(TrainingArguments):
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must stay false: the columns are prompts, not the drafter's arguments."}
     )
+    train_only: str | None = field(
+        default=None,
+        metadata={
+            "help": "'length_head' freezes the drafter and trains its length heads alone; by default all learns."
+        },
+    )
+    calibrate_at_end: bool = field(
+        default=False,
+        metadata={
+            "help": "Fit the survival head's calibration on eval_dataset when training ends (temperature 0 or 1)."
+        },
+    )
     head_learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of the length heads."})
     max_new_tokens: int = field(default=512, metadata={"help": "Most tokens the target writes for a prompt."})
     max_length: int = field(
@@ -81,6 +93,14 @@ class OPDConfig(TrainingArguments):
                     f"OPDConfig: {name}={getattr(self, name)!r} is not valid: expected one of "
                     f"{', '.join(map(repr, accepted))}."
                 )
+        if self.train_only not in (None, "length_head"):
+            raise ValueError(
+                f"OPDConfig: train_only={self.train_only!r} is not valid: expected 'length_head' or nothing."
+            )
+        if self.calibrate_at_end and self.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"OPDConfig: temperature={self.temperature} is not valid with calibrate_at_end=True: expected 0 or 1."
+            )
         if self.divergence_clip is not None and self.divergence_clip <= 0:
             raise ValueError(
                 f"OPDConfig: divergence_clip={self.divergence_clip} is not valid: expected a positive number of nats."

@@ -38,6 +38,10 @@ logger = logging.get_logger(__name__)
 _FEATURES = ("taps", "states", "argmax", "log_normalizers")
 
 
+def _is_length_head(name: str) -> bool:
+    return "ratio_head." in name or "survival_head." in name
+
+
 class _LengthGroupedSampler(LengthGroupedSampler):
     """Transformers' sampler with an order that depends on the epoch alone, as resuming needs."""
 
@@ -96,6 +100,10 @@ class OPDTrainer(Trainer):
         from ..generation.compatibility import check_drafter_fits
 
         check_drafter_fits(self.target, self.drafter)
+        self._check_heads(args, peft_config, eval_dataset)
+        if args.train_only == "length_head":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(_is_length_head(name))
         if peft_config is not None:
             from peft import get_peft_model
 
@@ -103,7 +111,8 @@ class OPDTrainer(Trainer):
         self.block_size = self.drafter.config.block_size
         self.weights = position_weights(self.block_size, args.gamma or default_gamma(self.block_size))
         self.mixture = DraftLoss(
-            alpha=args.alpha,
+            # Where only the heads learn, the divergence would be computed for nothing.
+            alpha=1.0 if args.train_only == "length_head" else args.alpha,
             divergence=args.divergence,
             jsd_beta=args.jsd_beta,
             clip=args.divergence_clip,
@@ -137,6 +146,33 @@ class OPDTrainer(Trainer):
         )
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
+
+    def _check_heads(self, args: OPDConfig, peft_config: Any, eval_dataset: Any) -> None:
+        heads = self.drafter.config.length_heads
+        if args.train_only == "length_head":
+            if not heads:
+                raise ValueError(
+                    "OPDConfig: train_only='length_head' needs a drafter with length heads, and this one has none: "
+                    "call drafter.add_length_heads() first."
+                )
+            if peft_config is not None:
+                raise ValueError(
+                    "peft_config cannot be combined with train_only='length_head': heads are trained whole."
+                )
+        if args.calibrate_at_end:
+            if "survival" not in heads:
+                raise ValueError(
+                    f"OPDConfig: calibrate_at_end=True needs a survival head, and the drafter has length_heads={heads}."
+                )
+            if eval_dataset is None:
+                raise ValueError("OPDConfig: calibrate_at_end=True needs an eval_dataset, text held out from training.")
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; with `calibrate_at_end` the survival head is calibrated on `eval_dataset` afterwards."""
+        result = super().train(*args, **kwargs)
+        if self.args.calibrate_at_end:
+            self.log({f"calibration_{name}": value for name, value in self.calibrate()["after"].items()})
+        return result
 
     def _prepare(
         self, rows: Iterable[dict[str, Any]] | None, args: OPDConfig, tokenizer: Any, split: str
@@ -173,7 +209,7 @@ class OPDTrainer(Trainer):
         groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                key = ("ratio_head." in name or "survival_head." in name, name in decay)
+                key = (_is_length_head(name), name in decay)
                 groups.setdefault(key, []).append(parameter)
         optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args, model)
         self.optimizer = optimizer_class(
@@ -230,7 +266,7 @@ class OPDTrainer(Trainer):
         # Without any block the loss is 0, whatever divides it.
         normalizer = num_items_in_batch.float().masked_fill(num_items_in_batch == 0, weight_sum)
         output, matched, counted, drafted = self._draft(model, inputs, normalizer)
-        loss = output.loss
+        loss = output.loss if self.args.train_only is None else torch.zeros_like(output.loss)
         blocks = normalizer / weight_sum
         accepted = accepted_lengths(matched)
         values = {"drafter_loss": output.loss.detach()}
