@@ -27,6 +27,14 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (torch's own choice)")
     demo.add_argument("--cache-dir", metavar="DIR", help="where the converted target is kept")
     demo.add_argument("--json", metavar="FILE", help="write the figures there")
+    train = commands.add_parser(
+        "train",
+        help="train a drafter from a recipe",
+        description="Runs the training that a YAML recipe describes (see recipes/ and docs/train.md). Every name of the "
+        "recipe can be given after it as --name value and then replaces the file's.",
+    )
+    train.add_argument("--config", required=True, metavar="RECIPE", help="YAML file")
+    train.add_argument("--dry-run", action="store_true", help="print what would happen, and what it needs")
     return parser
 
 
@@ -39,8 +47,15 @@ def _positive(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; errors that a user can act on are one line, without a traceback."""
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    args, overrides = parser.parse_known_args(arguments)
+    if overrides and args.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
+        if args.command == "train":
+            from .training.recipe import run_recipe
+
+            run_recipe(args.config, overrides, args.dry_run)
         if args.command == "demo":
             from .demo.run import run_demo
 

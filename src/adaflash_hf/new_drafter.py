@@ -145,6 +145,8 @@ def initialize_from_target(
                 f"{'none' if ids.numel() == 0 else f'{ids.min()} to {ids.max()}'}."
             )
         model.draft_token_ids.copy_(ids)
+    if embedding.weight.is_meta:
+        return  # nothing to read values from: only the drafter's shapes are wanted
     sample = torch.arange(0, model.config.vocab_size, max(1, model.config.vocab_size // 4096))
     if model.mask_embedding is not None:
         embedded = embedding(sample.to(embedding.weight.device)).float().cpu()
