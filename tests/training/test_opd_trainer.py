@@ -255,6 +255,27 @@ def test_the_target_answers_prompts(target, tmp_path):
         OPDTrainer(fresh(target), target, config(tmp_path), [{"text": "w1"}], processing_class=tokenizer)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"alpha": 1.0},
+        {"divergence": "forward_kl"},
+        {"divergence": "jsd"},
+        {"divergence": "jsd", "jsd_beta": 0.2},
+        {"divergence": "total_variation"},
+        {"divergence_clip": 0.05},
+        {"position_weighting": "dpace"},
+    ],
+)
+def test_the_loss_is_the_one_that_is_configured(target, tmp_path, option):
+    kw = dict(max_steps=1, train_sampling_strategy="sequential")
+    reference = {"divergence": "jsd"} if "jsd_beta" in option else {}
+    usual, other = (
+        train(target, tmp_path, **kw, **extra).state.log_history[0]["drafter_loss"] for extra in (reference, option)
+    )
+    assert abs(usual - other) > 1e-3
+
+
 def test_length_heads_alone(target, tmp_path):
     """A drafter without heads gets some, and only they learn; the drafts stay what they were."""
     drafter = fresh(target, length_heads=[])
@@ -272,6 +293,7 @@ def test_length_heads_alone(target, tmp_path):
     trainer.train()
     found = drafter.state_dict()
     assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
     assert all(not torch.equal(found[name], added[name]) for name in added.keys() - before.keys())
     losses = [entry["survival_loss"] for entry in trainer.state.log_history if "survival_loss" in entry]
     assert losses[-1] < losses[0]

@@ -52,7 +52,7 @@ class DraftTargets:
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """The mixture `alpha * CE(argmax p_T) + (1 - alpha) * divergence` (AdaFlash, 2607.19223, eq. of its OPD loss).
+    """The mixture `alpha * CE(argmax p_T) + (1 - alpha) * divergence` (AdaFlash, 2607.19223).
 
     Args:
         alpha: Share of the cross-entropy on the target's argmax.

@@ -101,9 +101,6 @@ class OPDTrainer(Trainer):
 
         check_drafter_fits(self.target, self.drafter)
         self._check_heads(args, peft_config, eval_dataset)
-        if args.train_only == "length_head":
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(_is_length_head(name))
         if peft_config is not None:
             from peft import get_peft_model
 
@@ -169,7 +166,16 @@ class OPDTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; with `calibrate_at_end` the survival head is calibrated on `eval_dataset` afterwards."""
-        result = super().train(*args, **kwargs)
+        frozen = []
+        if self.args.train_only == "length_head":
+            frozen = [p for name, p in self.drafter.named_parameters() if p.requires_grad and not _is_length_head(name)]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            result = super().train(*args, **kwargs)
+        finally:
+            for parameter in frozen:  # the drafter is the caller's, who may train all of it next
+                parameter.requires_grad_(True)
         if self.args.calibrate_at_end:
             self.log({f"calibration_{name}": value for name, value in self.calibrate()["after"].items()})
         return result
@@ -331,7 +337,7 @@ class OPDTrainer(Trainer):
         )
         if self._rounds is not None:
             targets.text_ids = ids.flatten()[index + 1]
-        if self.args.alpha < 1 or self.args.temperature > 0 or self._rounds is not None:
+        if self.mixture.alpha < 1 or self.args.temperature > 0 or self._rounds is not None:
             targets.states = features["states"].flatten(0, 1)
             targets.log_normalizers = features["log_normalizers"].flatten()
         result = drafter_loss(
