@@ -119,7 +119,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def plan(recipe: TrainRecipe, settings: OPDConfig) -> str:
-    """What a run would do and need, from configurations alone: upper bounds, in text."""
+    """What a run would do, and the size of what it holds whatever the text; activations come on top. In text."""
     rows = len(read_rows(recipe.train_file))
     held = len(read_rows(recipe.eval_file)) if recipe.eval_file else 0
     config = AutoConfig.from_pretrained(recipe.target)
@@ -146,6 +146,10 @@ def plan(recipe: TrainRecipe, settings: OPDConfig) -> str:
         ("steps", f"{steps} of {batch} sequences, {settings.num_anchors} blocks each at most"),
         ("memory: target", _size(target.num_parameters() * size)),
         ("memory: drafter", f"{_size(drafter.num_parameters() * _TRAINED_BYTES)} with gradients and optimizer"),
+        (
+            "memory: logits",
+            _size(size * settings.train_batch_size * settings.max_length * text.vocab_size) + " of the target",
+        ),
         ("memory: loss", _size(6 * 4 * settings.loss_chunk_size * vocabulary)),
         ("memory: states", _size(4 * settings.train_batch_size * settings.max_length * states) + " a batch"),
         (
