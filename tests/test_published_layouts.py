@@ -678,3 +678,19 @@ def test_a_drafter_of_ours_still_loads_with_the_published_names_known(tmp_path):
     drafter = tiny_drafter()
     drafter.save_pretrained(tmp_path)
     assert torch.equal(run(AdaFlashDraftModel.from_pretrained(tmp_path).eval()), run(drafter))
+
+
+# Upgrading
+
+
+def test_a_zlab_drafter_gets_length_heads_and_keeps_its_drafts(tmp_path):
+    published = load(tmp_path / "zlab", zlab_config(), zlab_tensors())
+    before = run(published)
+    published.add_length_heads()
+    assert published.config.length_heads == ["ratio", "survival"]
+    published.save_pretrained(tmp_path / "upgraded")
+    upgraded = AdaFlashDraftModel.from_pretrained(tmp_path / "upgraded").eval()
+    torch.testing.assert_close(run(upgraded), before)
+    with torch.no_grad():
+        output = upgraded(**drafter_inputs(upgraded))
+    assert output.length_ratio is not None and output.survival_logits is not None
