@@ -20,11 +20,13 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from adaflash_hf import AdaFlashDraftModel
 from adaflash_hf.demo.assets import DRAFTER
 from adaflash_hf.training import OPDConfig, OPDTrainer
+from adaflash_hf.training.metrics import SlotMetrics
 
 FIRST_FRESH_SHARD = 8
 # Name: (text, arguments of the loss); `None` is not trained.
@@ -36,6 +38,7 @@ ARMS = {
     "mixture": ("fresh", {"alpha": 0.8}),
     "mixture-dpace": ("fresh", {"alpha": 0.8, "position_weighting": "dpace"}),
     "rkl": ("fresh", {"alpha": 0.0}),
+    "mixture-decoding-anchors": ("fresh", {"alpha": 0.8, "anchor_sampling": "decoding"}),
 }
 
 
@@ -45,6 +48,33 @@ def read(folder: Path, old: bool) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.open()]
 
 
+def place_anchors(rows: list[dict], args: argparse.Namespace, target) -> None:
+    """Adds to each row where decoding its text with the shipped drafter opens its rounds: whole blocks, greedy."""
+    settings = OPDConfig(
+        output_dir=str(args.text / "runs"),
+        feature_cache=str(args.text / "features" / "fresh"),
+        lmbda=0.0,
+        max_length=640,
+        per_device_eval_batch_size=16,
+        train_sampling_strategy="group_by_length",
+        num_anchors=64,
+        bf16=True,
+        use_cpu=True,
+        report_to="none",
+    )
+    drafter = AdaFlashDraftModel.from_pretrained(DRAFTER, dtype=torch.float32)
+    trainer = OPDTrainer(model=drafter, target_model=target, args=settings, train_dataset=rows)
+    trainer._evaluated = SlotMetrics(trainer.block_size - 1)
+    for batch in tqdm(trainer.get_eval_dataloader(trainer.train_dataset), desc="where decoding opens its rounds"):
+        trainer.prediction_step(trainer.model.eval(), batch, True)
+    for sample, (_, accepted, _) in trainer._evaluated.rounds.items():
+        place, places = trainer.train_dataset.rollouts[sample].prompt_length, []
+        for count in accepted:
+            places.append(place)
+            place += count + 1
+        rows[sample]["anchors"] = places
+
+
 def run(name: str, seed: int, args: argparse.Namespace, target, tokenizer, texts: dict[str, list[dict]]) -> dict:
     """One arm: a copy of the shipped drafter trained and measured."""
     text, loss = ARMS[name]
@@ -52,6 +82,8 @@ def run(name: str, seed: int, args: argparse.Namespace, target, tokenizer, texts
     settings = OPDConfig(
         output_dir=str(args.text / "runs"),
         feature_cache=str(args.text / "features" / (text or "fresh")),
+        lmbda=0.0,
+        eval_acceptance="text",
         max_length=640,
         learning_rate=args.lr,
         head_learning_rate=args.lr,
@@ -123,6 +155,8 @@ def main() -> None:
         raise SystemExit(f"{args.json} holds arms with other settings ({report['settings']}): give another file.")
     done = {(arm["name"], arm["seed"]) for arm in report["arms"]}
     print(f"{count} sequences a side, response tokens {tokens}", flush=True)
+    if any((name, seed) not in done for name in args.arms if "decoding-anchors" in name for seed in args.seeds):
+        place_anchors(texts["fresh"], args, target)
     for seed in args.seeds:
         for name in args.arms:
             if (name, seed) in done:

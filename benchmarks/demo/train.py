@@ -93,6 +93,8 @@ def main() -> None:
         target_model=target,
         args=OPDConfig(
             output_dir=str(args.out / "checkpoints"),
+            lmbda=0.0,
+            eval_acceptance="text",
             feature_cache=args.features or str(args.out / "features"),
             max_length=640,
             learning_rate=args.lr,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +76,19 @@ def read_draft_settings(
         if value is not None:
             values[name] = value
     return DraftSettings(**values)
+
+
+@contextmanager
+def override_draft_settings(generation_config: GenerationConfig, **values: Any) -> Iterator[None]:
+    """Sets fields of a drafter's `generation_config` while the context lasts."""
+    kept = {name: getattr(generation_config, name, None) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(generation_config, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(generation_config, name, value)
 
 
 def default_generation_config() -> GenerationConfig:

@@ -42,6 +42,8 @@ def config(tmp_path, **kw):
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
+        lmbda=0.0,
+        max_new_tokens=16,
         learning_rate=3e-3,
         per_device_train_batch_size=4,
         max_steps=4,
@@ -215,7 +217,16 @@ def test_evaluation_is_what_greedy_decoding_does(target, tmp_path):
     trainer = train(target, tmp_path, max_steps=30, data=_answered(target, 8))
     drafter = trainer.model.eval()
     held_out = _answered(target, 4, seed=9)
-    metrics = OPDTrainer(drafter, target, config(tmp_path), rows(), eval_dataset=held_out).evaluate()
+    walked, decoded = (
+        OPDTrainer(
+            drafter,
+            target,
+            config(tmp_path, max_new_tokens=16, eval_acceptance=how),
+            rows(),
+            eval_dataset=held_out,
+        ).evaluate()
+        for how in ("text", "decoding")
+    )
     emitted = rounds = 0
     with settings(drafter, length_policy="fixed"):
         for row in held_out:
@@ -223,7 +234,10 @@ def test_evaluation_is_what_greedy_decoding_does(target, tmp_path):
             target.generate(prompt, assistant_model=drafter, max_new_tokens=16, do_sample=False)
             emitted += drafter.last_draft_stats.emitted
             rounds += drafter.last_draft_stats.rounds
-    assert metrics["eval_acceptance_length"] == pytest.approx(emitted / rounds, abs=1e-6)
+    assert walked["eval_acceptance_length"] == pytest.approx(emitted / rounds, abs=1e-6)
+    for name in walked:
+        if "acceptance" in name:
+            assert decoded[name] == pytest.approx(walked[name], abs=1e-6), name
 
 
 def _answered(target, count, seed=0):
@@ -245,7 +259,8 @@ def test_the_target_answers_prompts(target, tmp_path):
         fresh(target), target, config(tmp_path, max_new_tokens=9, max_steps=1), data, processing_class=tokenizer
     )
     found = trainer.train_dataset.rollouts
-    assert found[1].input_ids == found[2].input_ids
+    given = found.pop(2)  # a last turn of the assistant is an answer
+    assert given.input_ids == [*found[1].input_ids[: given.prompt_length], 11, tokenizer.eos_token_id]
     assert found[0].input_ids[:3] == [10, 11, 12]
     for rollout in found:
         prompt = rollout.input_ids[: rollout.prompt_length]

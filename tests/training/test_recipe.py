@@ -60,7 +60,7 @@ def test_heads_and_adapters(recipe, tmp_path):
 
 
 def test_a_dry_run_writes_nothing(recipe, tmp_path, capsys):
-    path = recipe(feature_cache=str(tmp_path / "features"))
+    path = recipe(feature_cache=str(tmp_path / "features"), lmbda=0.0)
     assert main(["train", "--config", path, "--dry-run", "--max_steps", "7"]) == 0
     printed = capsys.readouterr().out
     assert "7 of 8 sequences" in printed and "8 training rows" in printed

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..draft_settings import override_draft_settings
 from ..generation.verify_cost import CostMeter
 from ..modeling_adaflash import AdaFlashDraftModel
 
@@ -49,13 +50,12 @@ def measure_verify_cost(
     if prompt_length < 1:
         raise ValueError(f"prompt_length={prompt_length} is not valid: expected 1 or more tokens.")
     meter = CostMeter.fresh(target, drafter)
-    config = drafter.generation_config
-    kept = {name: getattr(config, name, None) for name in ("length_policy", "verify_cost", "num_assistant_tokens")}
     vocabulary = target.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    config.length_policy, config.verify_cost, config.num_assistant_tokens = "throughput", None, None
     slots = drafter.config.block_size - 1
-    try:
+    with override_draft_settings(
+        drafter.generation_config, length_policy="throughput", verify_cost=None, num_assistant_tokens=None
+    ):
         for count in rows:
             logger.info(f"measuring {count} rows")
             while meter.next_length(count, slots) is not None:
@@ -70,7 +70,4 @@ def measure_verify_cost(
                     eos_token_id=None,
                     pad_token_id=0,
                 )
-    finally:
-        for name, value in kept.items():
-            setattr(config, name, value)
     return meter.cost.to_dict()

@@ -49,9 +49,11 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.drafting = BlockDrafter(target, drafter, settings, 1, generation_config.do_sample, [held], never)
         self.taps = TapRecorder(target, drafter.config.target_layer_ids)
         self.stats = self.drafting.new_stats()
+        self.stats.anchors = [[]]
         self.frequencies = frequency_switch(target)
         self._held = held
         self._draft: Draft | None = None
+        self._position = 0
 
     def __enter__(self) -> AdaFlashCandidateGenerator:
         self.taps.__enter__()
@@ -86,7 +88,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         first = taps.shape[0] - new if self._draft is None else 0
         self.drafting.add_context(0, taps[first : first + new])
         cap = self.config.max_length - length - 1
-        position = length - padding - 1
+        position = self._position = length - padding - 1
         if self.frequencies is not None:
             kind, limit = self.frequencies
             if position < limit:
@@ -105,6 +107,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         if self._draft is not None:
             # `num_matches` leaves out an accepted token that ends the text.
             emitted = int(num_matches) + 1
+            self.stats.anchors[0].append(self._position)
             matches = count_matches(input_ids[0, -emitted:].tolist(), self._draft.token_ids)
             self.stats.add_round(self._draft.planned, len(self._draft.token_ids), matches, emitted)
             self.drafting.record([self._draft], [matches], self.stats)

@@ -129,6 +129,7 @@ class PackedDecoder:
         starts = list(self.cache.lengths)
         self.drafting = BlockDrafter(self.target, self.drafter, self.settings, count, self.do_sample, starts)
         self.stats = self.drafting.new_stats()
+        self.stats.anchors = [[] for _ in rows]
         with TapRecorder(self.target, self.drafter.config.target_layer_ids) as self.taps:
             active = self._prefill(rows, embeds, starts)
             self.begun = True
@@ -214,6 +215,7 @@ class PackedDecoder:
             self.drafting.add_context(place, taps[0, first : first + len(kept)])
             first += counts[place]
             kept_counts.append(len(kept))
+            self.stats.anchors[row.index].append(row.length - 1)
             self._commit(row, kept)
             matches.append(count_matches(new, draft.token_ids))
             self.stats.add_round(draft.planned, len(draft.token_ids), matches[-1], len(kept))

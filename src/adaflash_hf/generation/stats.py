@@ -24,6 +24,7 @@ class DraftStats:
         measured: Rounds of its sweep over draft lengths, by which it measures what verifying costs.
         slot_reached: For each slot, rounds that verified it after accepting all before it.
         slot_accepted: Of which it was accepted.
+        anchors: For each row of the batch, where its rounds opened their blocks: positions counted from its first token.
     """
 
     policy: str
@@ -38,6 +39,7 @@ class DraftStats:
     survival: str | None = None
     slot_reached: list[int] = field(default_factory=list)
     slot_accepted: list[int] = field(default_factory=list)
+    anchors: list[list[int]] = field(default_factory=list)
 
     def add_round(self, planned: int, drafted: int, accepted: int, emitted: int) -> None:
         """Adds one row's round; `accepted` is what verification accepted, `emitted` what reached the output."""
@@ -66,6 +68,7 @@ class DraftStats:
                 (self.slot_accepted, other.slot_accepted),
             )
         )
+        self.anchors = self.anchors + other.anchors
         return self
 
     @property

@@ -35,7 +35,10 @@ class RolloutDataset(Dataset):
 
 
 class RolloutCollator:
-    """Right-pads rollouts: `input_ids`, `attention_mask`, `response_mask` `[batch, length]`, features if present."""
+    """Right-pads rollouts: `input_ids`, `attention_mask`, `response_mask` `[batch, length]`, features if present.
+
+    With them `placed` `[batch, length]`, where decoding opened its rounds, if any rollout knows.
+    """
 
     def __init__(self, pad_token_id: int = 0) -> None:
         self.pad_token_id = pad_token_id
@@ -56,6 +59,12 @@ class RolloutCollator:
             batch["input_ids"][row, :length] = torch.tensor(rollout.input_ids)
             batch["attention_mask"][row, :length] = 1
             batch["response_mask"][row, rollout.prompt_length : length] = True
+        if any(rollout.anchors is not None for rollout in rollouts):
+            # Anywhere, where it is not known.
+            placed = torch.tensor([[rollout.anchors is None] for rollout in rollouts]).repeat(1, longest)
+            for row, rollout in enumerate(rollouts):
+                placed[row, [place for place in rollout.anchors or () if place < longest]] = True
+            batch["placed"] = placed
         for name in items[0].get("features", {}):
             values = [item["features"][name] for item in items]
             padded = values[0].new_zeros((len(items), longest, *values[0].shape[1:]))

@@ -9,6 +9,8 @@ from transformers import TrainingArguments
 from .divergences import DIVERGENCES
 
 POSITION_WEIGHTINGS = ("exponential", "dpace")
+ANCHOR_SAMPLINGS = ("uniform", "decoding")
+EVAL_ACCEPTANCES = ("decoding", "text")
 
 
 @dataclass
@@ -41,6 +43,37 @@ class OPDConfig(TrainingArguments):
         },
     )
     head_learning_rate: float = field(default=2e-4, metadata={"help": "Peak learning rate of the length heads."})
+    lmbda: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the training text that the target writes while training; the rest are the dataset's own "
+            "answers. 0 trains on given text alone, missing answers being written once beforehand."
+        },
+    )
+    rollout_buffer_size: int = field(
+        default=128,
+        metadata={"help": "Answers written at a time (rounded up to whole optimizer steps), then trained on."},
+    )
+    rollout_epochs: int = field(
+        default=2, metadata={"help": "How often each answer is trained on before others are written."}
+    )
+    keep_features: bool = field(
+        default=True,
+        metadata={"help": "Keep the target's states of the written answers in memory from one pass to the next."},
+    )
+    anchor_sampling: str = field(
+        default="uniform",
+        metadata={
+            "help": "Where blocks are opened: uniform over the response, or decoding, where decoding it opened its own."
+        },
+    )
+    eval_acceptance: str = field(
+        default="decoding",
+        metadata={
+            "help": "How evaluate() measures acceptance: decoding the prompts, or text, walking the rounds that greedy "
+            "decoding would have made over the held-out answers (faster, equal for the target's greedy text)."
+        },
+    )
     max_new_tokens: int = field(default=512, metadata={"help": "Most tokens the target writes for a prompt."})
     max_length: int = field(
         default=2048,
@@ -81,18 +114,34 @@ class OPDConfig(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = ("max_new_tokens", "max_length", "rollout_batch_size", "num_anchors", "loss_chunk_size")
+        positive += ("rollout_buffer_size", "rollout_epochs")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"OPDConfig: {name}={getattr(self, name)} is not valid: expected at least 1.")
-        for name in ("alpha", "jsd_beta"):
+        for name in ("alpha", "jsd_beta", "lmbda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"OPDConfig: {name}={getattr(self, name)} is not valid: expected a share in [0, 1].")
-        for name, accepted in (("divergence", DIVERGENCES), ("position_weighting", POSITION_WEIGHTINGS)):
+        for name, accepted in (
+            ("divergence", DIVERGENCES),
+            ("position_weighting", POSITION_WEIGHTINGS),
+            ("anchor_sampling", ANCHOR_SAMPLINGS),
+            ("eval_acceptance", EVAL_ACCEPTANCES),
+        ):
             if getattr(self, name) not in accepted:
                 raise ValueError(
                     f"OPDConfig: {name}={getattr(self, name)!r} is not valid: expected one of "
                     f"{', '.join(map(repr, accepted))}."
                 )
+        if self.lmbda > 0 and self.feature_cache is not None:
+            raise ValueError(
+                f"OPDConfig: feature_cache={self.feature_cache!r} keeps states of text that does not change, and with "
+                f"lmbda={self.lmbda} the target writes it anew: set lmbda=0 to train on given text, or leave it out."
+            )
+        if self.lmbda > 0 and self.train_sampling_strategy == "group_by_length":
+            raise ValueError(
+                "OPDConfig: train_sampling_strategy='group_by_length' needs text that is there beforehand: set lmbda=0, or "
+                "leave it out."
+            )
         if self.train_only not in (None, "length_head"):
             raise ValueError(
                 f"OPDConfig: train_only={self.train_only!r} is not valid: expected 'length_head' or nothing."

@@ -9,10 +9,12 @@ import torch
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
+from ..evaluation.acceptance import acceptance_metrics, measure_acceptance
 from ..generation.draft_head import DraftHead, noise_embeddings
+from ..generation.stats import DraftStats
 from ..modeling_adaflash import AdaFlashDraftModel
 from .blocks import block_positions, block_visibility, label_positions, sample_anchors, valid_anchors
 from .calibration import SurvivalRounds, fit_calibration, reliability, simulated_acceptances
@@ -31,8 +33,10 @@ from .losses import (
     survival_head_loss,
 )
 from .metrics import SlotMetrics, simulated_acceptance, walked_rounds
+from .on_policy import OnPolicyText
 from .opd_config import OPDConfig
-from .rollouts import collect_rollouts
+from .rollout_buffer import last_whole_checkpoint
+from .rollouts import Prompt, Rollout, collect_rollouts, read_prompts
 
 logger = logging.get_logger(__name__)
 _FEATURES = ("taps", "states", "argmax", "log_normalizers")
@@ -62,9 +66,10 @@ class OPDTrainer(Trainer):
         model: The drafter, or a path or Hub id of one.
         target_model: The target, frozen; or a path or Hub id.
         args: [`OPDConfig`].
-        train_dataset: Rows with `prompt` (text or messages), `messages`, or `prompt_ids`; rows with `response_ids` are
-            taken as they are, the others are answered by the target before training. Optional `domain`.
-        eval_dataset: The same, for [`evaluate`].
+        train_dataset: Rows with `prompt` (text or messages), `messages`, or `prompt_ids`, and perhaps an answer
+            (`response_ids`, `completion`, a last turn of the assistant) and a `domain`. How much of the text are answers
+            that the target writes while training, with the drafter's help, is `args.lmbda`.
+        eval_dataset: Prompts for [`evaluate`]; `response_ids` are taken as they are, the others are answered by the target.
         processing_class: The target's tokenizer; needed for prompts that are text.
         peft_config: Trains an adapter instead of the whole drafter.
         callbacks: As for `Trainer`.
@@ -123,20 +128,24 @@ class OPDTrainer(Trainer):
             self.target.to(args.device)
         # Sampled rollouts are the same on every rank and when a run is taken up again.
         set_seed(args.seed)
-        train = self._prepare(train_dataset, args, processing_class, "train")
-        if train is not None and not any(
-            len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in train.rollouts
-        ):
-            raise ValueError(
-                f"train_dataset: no response is as long as one block of block_size={self.block_size}, so there is "
-                "nothing to train on. Raise max_new_tokens or max_length, or use a drafter with smaller blocks."
+        self.on_policy: OnPolicyText | None = None
+        train: Any = None
+        if train_dataset is not None:
+            prompts = read_prompts(train_dataset, processing_class, args.max_length)
+            if not prompts:
+                raise ValueError("train_dataset: there is no prompt that is short enough for max_length.")
+            train = self._on_policy(prompts, args) if args.lmbda > 0 else self._given_text(prompts, args)
+        held_out = None
+        if eval_dataset is not None:
+            held_out = self._answered(
+                read_prompts(eval_dataset, processing_class, args.max_length, written_answers=False), args, "eval"
             )
         super().__init__(
             model=model,
             args=args,
-            data_collator=RolloutCollator(),
+            data_collator=RolloutCollator() if self.on_policy is None else self._collate,
             train_dataset=train,
-            eval_dataset=self._prepare(eval_dataset, args, processing_class, "eval"),
+            eval_dataset=held_out,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -164,15 +173,22 @@ class OPDTrainer(Trainer):
             if eval_dataset is None:
                 raise ValueError("OPDConfig: calibrate_at_end=True needs an eval_dataset, text held out from training.")
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; with `calibrate_at_end` the survival head is calibrated on `eval_dataset` afterwards."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; with `calibrate_at_end` the survival head is calibrated on `eval_dataset` afterwards.
+
+        `resume_from_checkpoint=True` takes the newest checkpoint that was written to its end.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str) and self.on_policy is not None:
+            self.on_policy.load(resume_from_checkpoint)
         frozen = []
         if self.args.train_only == "length_head":
             frozen = [p for name, p in self.drafter.named_parameters() if p.requires_grad and not _is_length_head(name)]
         try:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             for parameter in frozen:  # the drafter is the caller's, who may train all of it next
                 parameter.requires_grad_(True)
@@ -180,15 +196,35 @@ class OPDTrainer(Trainer):
             self.log({f"calibration_{name}": value for name, value in self.calibrate()["after"].items()})
         return result
 
-    def _prepare(
-        self, rows: Iterable[dict[str, Any]] | None, args: OPDConfig, tokenizer: Any, split: str
-    ) -> RolloutDataset | None:
-        if rows is None:
-            return None
-        rollouts = collect_rollouts(
-            rows,
+    def _on_policy(self, prompts: list[Prompt], args: OPDConfig) -> Any:
+        self.on_policy = OnPolicyText(
+            prompts,
             self.target,
-            tokenizer,
+            self._decoding_drafter,
+            args,
+            self.block_size,
+            self.drafter.config.target_layer_ids,
+        )
+        return self.on_policy.plan
+
+    def _given_text(self, prompts: list[Prompt], args: OPDConfig) -> RolloutDataset:
+        if args.anchor_sampling == "decoding" and any(prompt.anchors is None for prompt in prompts):
+            raise ValueError(
+                "OPDConfig: anchor_sampling='decoding' needs to know where decoding opened its rounds: train on-policy "
+                "(lmbda > 0), or give every row of train_dataset its 'anchors'."
+            )
+        train = self._answered(prompts, args, "train")
+        if not any(len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in train.rollouts):
+            raise ValueError(
+                f"train_dataset: no response is as long as one block of block_size={self.block_size}, so there is "
+                "nothing to train on. Raise max_new_tokens or max_length, or use a drafter with smaller blocks."
+            )
+        return train
+
+    def _answered(self, prompts: list[Prompt], args: OPDConfig, split: str) -> RolloutDataset:
+        rollouts = collect_rollouts(
+            prompts,
+            self.target,
             max_new_tokens=args.max_new_tokens,
             max_length=args.max_length,
             batch_size=args.rollout_batch_size,
@@ -205,6 +241,20 @@ class OPDTrainer(Trainer):
                     dtype=getattr(torch, args.feature_dtype),
                 )
         return RolloutDataset(rollouts, store)
+
+    def _collate(self, items: list[Any]) -> dict[str, Any]:
+        """Held-out rollouts are padded; of a plan's places the text is not written yet."""
+        return {"places": items} if isinstance(items[0], int) else RolloutCollator()(items)
+
+    def _decoding_drafter(self) -> AdaFlashDraftModel:
+        return self.drafter
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.on_policy is not None and self.args.should_save and not self.args.save_only_model:
+            # Before the rest: the trainer's state, written last, says that a checkpoint is whole.
+            folder = f"{self._get_output_dir(trial=trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.on_policy.save(folder)
+        super()._save_checkpoint(model, trial)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Drafter and length heads in groups of their own, each with its learning rate."""
@@ -233,6 +283,8 @@ class OPDTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.on_policy is not None:
+            return self.on_policy.sampler()
         if dataset is not None and getattr(self.args, "train_sampling_strategy", "") == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             return _LengthGroupedSampler(size, dataset.lengths, self.args.data_seed or self.args.seed)
@@ -246,6 +298,8 @@ class OPDTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Draws the anchors of a whole optimizer step, so that its loss is divided by the step's total weight."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.on_policy is not None:
+            batches = [self.on_policy.batch(batch["places"]) for batch in batches]
         total = torch.zeros((), device=device)
         self.metrics_seen.steps += 1
         # Drawn for the step and rank alone: a run that is taken up again restores the global generator only later.
@@ -253,6 +307,8 @@ class OPDTrainer(Trainer):
         generator = torch.Generator().manual_seed(self.args.seed + step)
         for batch in batches:
             valid = valid_anchors(batch["response_mask"], self.block_size)
+            if self.args.anchor_sampling == "decoding" and "placed" in batch:
+                valid &= batch["placed"]
             self.skipped_samples += int((~valid.any(1)).sum())
             batch["anchors"] = sample_anchors(valid, self.args.num_anchors, generator)
             total += self.weights.sum() * (batch["anchors"] >= 0).sum().to(device)
@@ -355,6 +411,8 @@ class OPDTrainer(Trainer):
         """What the target says about the batch, from the store or from the target itself."""
         if "taps" in inputs:
             features = {name: inputs[name] for name in _FEATURES}
+        elif "slots" in inputs:
+            features = self.on_policy.features(inputs["slots"], inputs["input_ids"].shape[1])
         else:
             layer_ids = self.drafter.config.target_layer_ids
             features = target_features(self.target, inputs["input_ids"], inputs["attention_mask"], layer_ids)
@@ -371,6 +429,8 @@ class OPDTrainer(Trainer):
         """Adds the slots' accuracy and the simulated acceptance length to the training logs."""
         if "loss" in logs:
             logs = {**logs, **self.metrics_seen.result()}
+            if self.on_policy is not None:
+                logs |= self.on_policy.seen
             if self.skipped_samples:
                 logs["skipped_samples"] = self.skipped_samples
             self.metrics_seen = SlotMetrics(self.block_size - 1)
@@ -444,7 +504,8 @@ class OPDTrainer(Trainer):
                 "temperature=1 (and of greedy text at 0)."
             )
         if dataset is not None and not isinstance(dataset, RolloutDataset):
-            dataset = self._prepare(dataset, self.args, self.processing_class, "calibration")
+            prompts = read_prompts(dataset, self.processing_class, self.args.max_length, written_answers=False)
+            dataset = self._answered(prompts, self.args, "calibration")
         self._rounds = {}
         try:
             self.predict(self.eval_dataset if dataset is None else dataset)
@@ -476,17 +537,39 @@ class OPDTrainer(Trainer):
         config.survival_calibration = {**(config.survival_calibration or {}), mode: fit}
         return {"before": reliability(rounds, None), "after": reliability(rounds, fit)}
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Adds acceptance length, per slot and by domain, to what the loop reports."""
         self._evaluated = SlotMetrics(self.block_size - 1)
         training = self.model.training
         try:
-            output = super().evaluation_loop(*args, **kwargs)
-            for rounds in gather_object([self._evaluated.rounds]):
-                self._evaluated.rounds |= rounds
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            if self._rounds is not None or self.args.eval_acceptance == "text":
+                for rounds in gather_object([self._evaluated.rounds]):
+                    self._evaluated.rounds |= rounds
+                found = self._evaluated.result()
+            else:
+                found = self._decoded_acceptance(dataloader.dataset.rollouts)
             prefix = kwargs.get("metric_key_prefix", "eval")
-            output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluated.result().items()})
+            output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         finally:
             self._evaluated = None
             self.model.train(training)
         return output
+
+    def _decoded_acceptance(self, rollouts: list[Rollout]) -> dict[str, float]:
+        longest = max((len(rollout.input_ids[: rollout.prompt_length]) for rollout in rollouts), default=0)
+        found = measure_acceptance(
+            self.target,
+            self._decoding_drafter(),
+            [(rollout.input_ids[: rollout.prompt_length], rollout.domain) for rollout in rollouts],
+            max_new_tokens=min(self.args.max_new_tokens, max(1, self.args.max_length - longest)),
+            batch_size=self.args.rollout_batch_size,
+            temperature=self.args.temperature,
+            seed=self.args.seed,
+            part=(self.args.process_index, self.args.world_size),
+        )
+        every: dict[str, DraftStats] = {}
+        for part in gather_object([found]):
+            for domain, stats in part.items():
+                every[domain] = every[domain].merge(stats) if domain in every else stats
+        return acceptance_metrics(every)

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
+from ..evaluation.acceptance import decode_prompts
+
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Prompt:
+    """A prompt, with the answer that its dataset has for it.
+
+    Args:
+        input_ids: Token ids of the prompt.
+        answer: Token ids of the answer.
+        domain: Label for metrics by domain.
+        anchors: Positions in prompt and answer where decoding opened its rounds, where known.
+    """
+
+    input_ids: list[int]
+    answer: list[int] | None = None
+    domain: str = "all"
+    anchors: list[int] | None = None
 
 
 @dataclass
@@ -22,11 +40,18 @@ class Rollout:
         input_ids: Prompt and response.
         prompt_length: Tokens of the prompt.
         domain: Label for metrics by domain.
+        anchors: Positions where decoding opened the rounds that wrote the response, where known.
     """
 
     input_ids: list[int]
     prompt_length: int
     domain: str = "all"
+    anchors: list[int] | None = None
+
+    @classmethod
+    def of(cls, prompt: Prompt, answer: list[int], anchors: list[int] | None, max_length: int) -> Rollout:
+        """A prompt with its answer, cut at `max_length`."""
+        return cls((prompt.input_ids + answer)[:max_length], len(prompt.input_ids), prompt.domain, anchors)
 
 
 def prompt_token_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -56,78 +81,121 @@ def prompt_token_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def collect_rollouts(
-    rows: Iterable[dict[str, Any]],
+def answer_token_ids(row: dict[str, Any], tokenizer: Any, prompt_ids: list[int]) -> list[int] | None:
+    """Token ids of the answer that a row holds, or `None`.
+
+    Args:
+        row: With `response_ids`; a `completion` (text, or messages) beside its `prompt`; or `messages` of which the
+            assistant wrote the last.
+        tokenizer: The target's.
+        prompt_ids: From [`prompt_token_ids`].
+    """
+    if row.get("response_ids") is not None:
+        return list(row["response_ids"])
+    turns, completion = row.get("messages"), row.get("completion")
+    if isinstance(completion, list) and isinstance(row.get("prompt"), list):
+        turns = row["prompt"] + completion
+    elif completion:
+        return _ended(tokenizer, completion if isinstance(completion, str) else completion[-1]["content"])
+    if not turns or turns[-1]["role"] != "assistant":
+        return None
+    if getattr(tokenizer, "chat_template", None) is not None:
+        whole = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        # Some templates write an assistant's turn otherwise than they open it.
+        if whole[: len(prompt_ids)] == prompt_ids:
+            return whole[len(prompt_ids) :]
+    return _ended(tokenizer, turns[-1]["content"])
+
+
+def _ended(tokenizer: Any, text: str) -> list[int]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + end
+
+
+def read_prompts(
+    rows: Iterable[dict[str, Any]], tokenizer: Any, max_length: int, written_answers: bool = True
+) -> list[Prompt]:
+    """Reads a dataset; prompts of `max_length` tokens or more are dropped with a warning.
+
+    Args:
+        rows: See [`prompt_token_ids`] and [`answer_token_ids`]; optional `domain` and `anchors`.
+        tokenizer: The target's.
+        max_length: Longest prompt and answer together.
+        written_answers: Whether answers in words count, which somebody else may have written, or `response_ids` alone.
+    """
+    found, dropped = [], 0
+    for row in rows:
+        ids = prompt_token_ids(row, tokenizer)
+        if len(ids) >= max_length:
+            dropped += 1
+            continue
+        given = row.get("response_ids")
+        answer = answer_token_ids(row, tokenizer, ids) if written_answers else None if given is None else list(given)
+        anchors = row.get("anchors")
+        found.append(Prompt(ids, answer, str(row.get("domain") or "all"), None if anchors is None else list(anchors)))
+    if dropped:
+        logger.warning(f"{dropped} prompts of max_length={max_length} tokens or more were dropped.")
+    return found
+
+
+def answer_prompts(
     target: PreTrainedModel,
-    tokenizer: Any,
+    prompts: list[Prompt],
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    temperature: float = 0.0,
+    drafter: Any = None,
+) -> list[Rollout]:
+    """One batch of prompts, answered by the target; see [`decode_prompts`]."""
+    room = max_length - min(len(prompt.input_ids) for prompt in prompts)
+    answers, stats = decode_prompts(
+        target,
+        [prompt.input_ids for prompt in prompts],
+        max_new_tokens=min(max_new_tokens, room),
+        temperature=temperature,
+        drafter=drafter,
+    )
+    anchors = [None] * len(prompts) if stats is None else stats.anchors
+    return [
+        Rollout.of(prompt, answer, places, max_length)
+        for prompt, answer, places in zip(prompts, answers, anchors, strict=True)
+    ]
+
+
+def collect_rollouts(
+    prompts: list[Prompt],
+    target: PreTrainedModel,
     *,
     max_new_tokens: int,
     max_length: int,
     batch_size: int = 32,
     temperature: float = 0.0,
 ) -> list[Rollout]:
-    """Turns rows into rollouts; rows without `response_ids` are answered by the target.
+    """Rollouts of prompts in their order: their own answers, and the target's where they have none.
 
     Args:
-        rows: See [`prompt_token_ids`]; optional `response_ids` and `domain`.
+        prompts: From [`read_prompts`].
         target: Writes the missing answers.
-        tokenizer: Reads text prompts.
         max_new_tokens: Most tokens of an answer.
-        max_length: Longest sequence: answers are cut, prompts that leave no room for one are dropped with a warning.
+        max_length: Longest sequence; answers are cut.
         batch_size: Prompts answered at once.
         temperature: Of the answers; 0 is greedy.
-
-    Returns:
-        Rollouts in the order of the rows.
     """
-    found: list[tuple[int, Rollout]] = []
-    pending: list[tuple[int, Rollout]] = []
-    dropped = 0
-    for order, row in enumerate(rows):
-        ids = prompt_token_ids(row, tokenizer)
-        rollout = Rollout(ids, len(ids), str(row.get("domain") or "all"))
-        if len(ids) >= max_length:
-            dropped += 1
-        elif row.get("response_ids") is not None:
-            rollout.input_ids = (ids + list(row["response_ids"]))[:max_length]
-            found.append((order, rollout))
-        else:
-            pending.append((order, rollout))
-    if dropped:
-        logger.warning(f"{dropped} prompts of max_length={max_length} tokens or more were dropped.")
-    pending.sort(key=lambda item: len(item[1].input_ids))
-    starts = range(0, len(pending), batch_size)
-    for start in tqdm(starts, desc="target writes rollouts", disable=not pending):
+    found = [
+        None if prompt.answer is None else Rollout.of(prompt, prompt.answer, prompt.anchors, max_length)
+        for prompt in prompts
+    ]
+    pending = sorted((n for n, known in enumerate(found) if known is None), key=lambda n: len(prompts[n].input_ids))
+    for start in tqdm(range(0, len(pending), batch_size), desc="target writes rollouts", disable=not pending):
         batch = pending[start : start + batch_size]
-        prompts = [rollout.input_ids for _, rollout in batch]
-        answers = _answer(target, prompts, max_new_tokens, temperature)
-        for (order, rollout), answer in zip(batch, answers, strict=True):
-            rollout.input_ids = (rollout.input_ids + answer)[:max_length]
-            found.append((order, rollout))
-    return [rollout for _, rollout in sorted(found, key=lambda item: item[0])]
-
-
-@torch.no_grad()
-def _answer(
-    target: PreTrainedModel, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float
-) -> list[list[int]]:
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature > 0 else dict(do_sample=False)
-    output = target.generate(
-        input_ids=ids.to(target.device),
-        attention_mask=mask.to(target.device),
-        max_new_tokens=max_new_tokens,
-        **sampling,
-    )
-    stop = target.generation_config.eos_token_id
-    stops = set(stop if isinstance(stop, list) else [stop])
-    answers = []
-    for row in output[:, longest:].tolist():
-        end = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
-        answers.append(row[:end])
-    return answers
+        written = answer_prompts(
+            target,
+            [prompts[n] for n in batch],
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            temperature=temperature,
+        )
+        for n, rollout in zip(batch, written, strict=True):
+            found[n] = rollout
+    return found
