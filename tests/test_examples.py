@@ -66,3 +66,21 @@ def test_an_adapter_for_one_domain(tmp_path, capsys):
     states = [model.eval()(**inputs).last_hidden_state for model in (plain, adapted, merged)]
     torch.testing.assert_close(states[1], states[2], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(states[0], states[1], atol=1e-5)
+
+
+def test_on_policy_distillation(tmp_path, capsys):
+    target = tiny_target("llama")
+    target.generation_config.eos_token_id = None
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    first = tiny_drafter(target, block_size=4)
+    first.save_pretrained(tmp_path / "drafter")
+    prompts = [{"prompt": f"w{9 + i} w{30 - i}", "domain": "ab"[i % 2]} for i in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    main = runpy.run_path(str(EXAMPLES / "train_opd.py"))["main"]
+    folders = [f"--{name}={tmp_path / name}" for name in ("target", "drafter", "out")]
+    before, after = main([*folders, f"--prompts={tmp_path / 'prompts.jsonl'}", "--max-new-tokens=16", "--held-out=0.2"])
+    assert before >= 1 and after >= 1
+    assert "acceptance length on held-out prompts" in capsys.readouterr().out
+    found = AdaFlashDraftModel.from_pretrained(tmp_path / "out")
+    assert any(not torch.equal(value, found.state_dict()[name]) for name, value in first.state_dict().items())

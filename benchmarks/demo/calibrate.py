@@ -59,6 +59,7 @@ def collect(mode: str, folder: Path, drafter, target, tokenizer) -> list[Surviva
     with tempfile.TemporaryDirectory() as work:
         config = OPDConfig(
             output_dir=work,
+            lmbda=0.0,
             temperature=float(mode == "sampling"),
             per_device_eval_batch_size=8,
             num_anchors=64,
