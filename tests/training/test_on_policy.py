@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,53 @@ def test_what_is_refused(target, tmp_path):
     (tmp_path / "b" / "checkpoint-1" / "rollouts.json").unlink()
     with pytest.raises(ValueError, match=r"holds no rollouts.json"):
         trainer(target, tmp_path / "b", **kw).train(resume_from_checkpoint=True)
+
+
+RANKS = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+from test_on_policy import tiny_target, trainer, prompts
+target = tiny_target("llama", num_hidden_layers=4)
+target.generation_config.eos_token_id = None
+run = trainer(
+    target, {folder!r}, gradient_accumulation_steps=1, ddp_backend="gloo", eval_dataset=prompts(5), **{options!r}
+)
+assert run.args.world_size == 2
+run.train()
+metrics = run.evaluate()
+if run.args.process_index == 0:
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    torch.save(
+        {{"weights": run.drafter.state_dict(), "losses": losses, "metrics": metrics}}, {folder!r} + "/found.pt"
+    )
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_two_processes_are_one(target, tmp_path, options):
+    """Under `accelerate launch`, as one process that accumulates; also sampled, since seeds belong to batches."""
+    options = {"max_steps": 5, **options}
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "generation")]
+    script = tmp_path / "script.py"
+    (tmp_path / "two").mkdir()
+    script.write_text(RANKS.format(paths=paths, folder=str(tmp_path / "two"), options=options))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(launch, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
+    one = trainer(target, tmp_path / "one", eval_dataset=prompts(5), **options)
+    one.train()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert two["losses"] == pytest.approx(losses, rel=1e-3)
+    for name, value in one.drafter.state_dict().items():
+        torch.testing.assert_close(two["weights"][name], value, atol=2e-4, rtol=1e-3, msg=name)
+    found = one.evaluate()
+    assert two["metrics"]["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-2)
+    if not options.get("temperature"):
+        assert two["metrics"]["eval_acceptance_length"] == pytest.approx(found["eval_acceptance_length"], abs=0.05)

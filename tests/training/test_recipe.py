@@ -65,6 +65,9 @@ def test_a_dry_run_writes_nothing(recipe, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "7 of 8 sequences" in printed and "8 training rows" in printed
     assert "disk: features" in printed and " GB" in printed
+    assert main(["train", "--config", recipe(), "--dry-run", "--rollout_buffer_size", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 answers at a time, each trained on 2 times" in printed and "of kept states" in printed
     assert not (tmp_path / "features").exists() and not (tmp_path / "out" / "drafter").exists()
 
 

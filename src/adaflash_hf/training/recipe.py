@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 from ..modeling_adaflash import AdaFlashDraftModel
 from .opd_config import OPDConfig
 from .opd_trainer import OPDTrainer
+from .rollout_buffer import RolloutPlan
 
 # Weights, gradients and AdamW's two moments of what is trained, in float32.
 _TRAINED_BYTES = 16
@@ -134,7 +135,17 @@ def plan(recipe: TrainRecipe, settings: OPDConfig) -> str:
         str(config.dtype).removeprefix("torch.") if recipe.target_dtype == "auto" else recipe.target_dtype, 2
     )
     batch = settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size
-    steps = settings.max_steps if settings.max_steps > 0 else math.ceil(rows / batch * settings.num_train_epochs)
+    sequences, text_from = rows, "the rows' own answers, missing ones written by the target beforehand"
+    kept = 0
+    if settings.lmbda > 0:
+        order = RolloutPlan(max(rows, 1), settings.rollout_buffer_size, settings.rollout_epochs, batch, seed=0)
+        sequences = len(order)
+        text_from = (
+            f"{settings.lmbda:.0%} written by the target while training, {order.buffer_size} answers at a time, each "
+            f"trained on {order.passes} times"
+        )
+        kept = order.buffer_size if settings.keep_features and order.passes > 1 else 0
+    steps = settings.max_steps if settings.max_steps > 0 else math.ceil(sequences / batch * settings.num_train_epochs)
     vocabulary = drafter.config.draft_vocab_size or text.vocab_size
     states = (len(drafter.config.target_layer_ids) + 1) * text.hidden_size
     stored = 4 if settings.feature_dtype == "float32" else 2
@@ -143,6 +154,7 @@ def plan(recipe: TrainRecipe, settings: OPDConfig) -> str:
         ("drafter", f"{recipe.drafter or 'new'}: {drafter.num_parameters() / 1e6:,.2f}M parameters"),
         ("trained", "an adapter" if recipe.lora else settings.train_only or "drafter and length heads"),
         ("data", f"{rows} training rows, {held} held out, at most {settings.max_length} tokens each"),
+        ("text", text_from),
         ("steps", f"{steps} of {batch} sequences, {settings.num_anchors} blocks each at most"),
         ("memory: target", _size(target.num_parameters() * size)),
         ("memory: drafter", f"{_size(drafter.num_parameters() * _TRAINED_BYTES)} with gradients and optimizer"),
@@ -152,6 +164,7 @@ def plan(recipe: TrainRecipe, settings: OPDConfig) -> str:
         ),
         ("memory: loss", _size(6 * 4 * settings.loss_chunk_size * vocabulary)),
         ("memory: states", _size(4 * settings.train_batch_size * settings.max_length * states) + " a batch"),
+        ("memory: buffer", _size(kept * settings.max_length * states * size) + " of kept states" if kept else "-"),
         (
             "disk: features",
             _size((rows + held) * settings.max_length * states * stored) if settings.feature_cache else "-",
