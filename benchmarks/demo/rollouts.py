@@ -31,6 +31,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from adaflash_hf.evaluation.acceptance import decode_prompts
+from adaflash_hf.training.rollouts import prompt_token_ids
+
 sys.path.insert(0, str(Path(__file__).parent))
 from prompts import SELF_WRITTEN_STARTS, held_out_prompts, training_prompts
 
@@ -98,28 +101,14 @@ def write_prompts(model, tokenizer, count: int, rng: random.Random) -> list[dict
     return rows
 
 
-@torch.inference_mode()
 def answer(model, tokenizer, rows: list[dict], max_new_tokens: int, temperature: float = 0.0) -> list[dict]:
     """Adds `prompt_ids` and the target's `response_ids` (EOS included) to each row; greedy at temperature 0."""
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
-        )
-        for row in rows
-    ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if temperature
-        else {"do_sample": False}
-    )
-    output = model.generate(**inputs, **sampling, max_new_tokens=max_new_tokens)
-    for row, prompt, mask, ids in zip(
-        rows, inputs.input_ids, inputs.attention_mask, output[:, inputs.input_ids.shape[1] :].tolist()
-    ):
-        row["prompt_ids"] = prompt[mask.bool()].tolist()
-        end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
-        row["response_ids"] = ids[:end]
+    for row in rows:
+        row["prompt_ids"] = prompt_token_ids({"prompt": [{"role": "user", "content": row["prompt"]}]}, tokenizer)
+    prompts = [row["prompt_ids"] for row in rows]
+    answers, _ = decode_prompts(model, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    for row, ids in zip(rows, answers, strict=True):
+        row["response_ids"] = ids
     return rows
 
 
