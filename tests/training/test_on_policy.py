@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import socket
@@ -217,6 +218,19 @@ def test_early_stopping_on_acceptance_length(target, tmp_path):
     assert "eval_acceptance_length_std" in next(e for e in run.state.log_history if "eval_loss" in e)
 
 
+def test_what_is_not_used_says_so(target, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("adaflash_hf"), "propagate", True)
+    trainer(target, tmp_path, prompts())
+    assert "bring an answer" not in caplog.text
+    answered = [{**row, "response_ids": [7] * 9} for row in prompts(4)]
+    run = trainer(target, tmp_path, [*prompts(), *answered], eval_dataset=prompts(2))
+    assert "4 rows of train_dataset bring an answer, which lmbda=1 leaves aside" in caplog.text
+    run.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="sharded drafter cannot decode: use lmbda=0"):
+        run.evaluate()
+
+
 def test_answers_in_words():
     tokenizer = tiny_tokenizer()
     rows = [
@@ -241,7 +255,7 @@ def test_what_is_refused(target, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             config(**kw)
-    with pytest.raises(ValueError, match="none of 8 answers is as long as one block"):
+    with pytest.raises(ValueError, match="no response of 8 is as long as one block"):
         trainer(target, tmp_path / "a", max_new_tokens=2).train()
     kw = dict(save_strategy="steps", save_steps=1, max_steps=1)
     trainer(target, tmp_path / "b", **kw).train()

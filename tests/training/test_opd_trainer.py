@@ -147,7 +147,7 @@ def test_c5_samples_without_room_for_a_block(target, tmp_path):
     trainer = train(target, tmp_path, data=data, max_steps=1)
     assert trainer.skipped_samples == 1
     assert all(p.isfinite().all() for p in trainer.model.parameters())
-    with pytest.raises(ValueError, match="no response is as long as one block of block_size=4"):
+    with pytest.raises(ValueError, match="no response of 1 is as long as one block of block_size=4"):
         OPDTrainer(fresh(target), target, config(tmp_path), [{"prompt_ids": [5, 6], "response_ids": [8]}])
 
 

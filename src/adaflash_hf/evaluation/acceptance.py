@@ -119,9 +119,14 @@ def acceptance_metrics(found: dict[str, DraftStats]) -> dict[str, float]:
         return {}
     metrics = {f"slot_acceptance_{slot + 1}": share for slot, share in enumerate(every.slot_acceptance)}
     metrics["acceptance_length"] = every.acceptance_length
-    domains = {name: stats.acceptance_length for name, stats in sorted(found.items()) if stats.rounds}
-    if len(domains) > 1:
-        metrics |= {f"acceptance_length_{name}": value for name, value in domains.items()}
-        metrics["acceptance_length_min"] = min(domains.values())
-        metrics["acceptance_length_std"] = statistics.pstdev(domains.values())
+    return metrics | domain_metrics({name: stats.acceptance_length for name, stats in found.items() if stats.rounds})
+
+
+def domain_metrics(lengths: dict[str, float]) -> dict[str, float]:
+    """Acceptance lengths by domain as flat metrics, with their minimum and standard deviation; empty for one domain."""
+    if len(lengths) < 2:
+        return {}
+    metrics = {f"acceptance_length_{name}": value for name, value in sorted(lengths.items())}
+    metrics["acceptance_length_min"] = min(lengths.values())
+    metrics["acceptance_length_std"] = statistics.pstdev(lengths.values())
     return metrics

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
 
+from ..evaluation.acceptance import domain_metrics
 from .losses import accepted_lengths
 
 
@@ -107,8 +107,5 @@ class SlotMetrics:
                     result[f"slot_acceptance_{slot + 1}"] = sum(a > slot for a in reached) / len(reached)
             domains = {name: 1.0 + sum(found) / len(found) for name, found in by_domain.items() if found}
             result["acceptance_length"] = 1.0 + sum(lengths) / len(lengths)
-            if len(domains) > 1:
-                result |= {f"acceptance_length_{name}": value for name, value in sorted(domains.items())}
-                result["acceptance_length_min"] = min(domains.values())
-                result["acceptance_length_std"] = statistics.pstdev(domains.values())
+            result |= domain_metrics(domains)
         return result

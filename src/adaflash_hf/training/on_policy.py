@@ -20,7 +20,7 @@ from .collator import RolloutCollator
 from .features import target_features
 from .opd_config import OPDConfig
 from .rollout_buffer import PlanSampler, RolloutBuffer, RolloutPlan
-from .rollouts import Prompt, Rollout, answer_prompts
+from .rollouts import Prompt, Rollout, answer_prompts, require_blocks
 
 logger = logging.get_logger(__name__)
 
@@ -46,13 +46,8 @@ class OnPolicyText:
         block_size: int,
         layer_ids: list[int],
     ) -> None:
-        self.target, self.drafter, self.args, self.block_size, self.layer_ids = (
-            target,
-            drafter,
-            args,
-            block_size,
-            layer_ids,
-        )
+        self.target, self.drafter, self.args = target, drafter, args
+        self.block_size, self.layer_ids = block_size, layer_ids
         self.plan = RolloutPlan(
             len(prompts),
             args.rollout_buffer_size,
@@ -113,12 +108,7 @@ class OnPolicyText:
 
         self.buffer.fill(filling, write)
         self._features.clear()
-        if not any(len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in self.buffer.rollouts):
-            raise ValueError(
-                f"train_dataset: none of {len(self.buffer.rollouts)} answers is as long as one block of block_size="
-                f"{self.block_size}, so there is nothing to train on. Raise max_new_tokens or max_length, or use a drafter "
-                "with smaller blocks."
-            )
+        require_blocks(self.buffer.rollouts, self.block_size)
         emitted, rounds, tokens = (sum(column) for column in zip(*gather_object(tallies) or [(0, 0, 0)]))
         seconds = time.perf_counter() - started
         self.seen = {"rollout_filling": filling, "rollout_tokens": tokens, "rollout_seconds": round(seconds, 3)}
@@ -136,6 +126,7 @@ class OnPolicyText:
             # One curve for all ranks.
             found = [None]
             if self.args.process_index == 0:
+                logger.info("measuring what verifying costs, once, for the rollouts")
                 rows = sorted({1, max(1, largest // 4), largest})
                 found = [measure_verify_cost(self.target, drafter, rows, prompt_length=32)]
             self._verify_cost = broadcast_object_list(found)[0]

@@ -35,8 +35,8 @@ from .losses import (
 from .metrics import SlotMetrics, simulated_acceptance, walked_rounds
 from .on_policy import OnPolicyText
 from .opd_config import OPDConfig
-from .rollout_buffer import last_whole_checkpoint
-from .rollouts import Prompt, Rollout, collect_rollouts, read_prompts
+from .rollout_buffer import RolloutPlan, last_whole_checkpoint
+from .rollouts import Prompt, Rollout, collect_rollouts, read_prompts, require_blocks
 
 logger = logging.get_logger(__name__)
 _FEATURES = ("taps", "states", "argmax", "log_normalizers")
@@ -196,7 +196,13 @@ class OPDTrainer(Trainer):
             self.log({f"calibration_{name}": value for name, value in self.calibrate()["after"].items()})
         return result
 
-    def _on_policy(self, prompts: list[Prompt], args: OPDConfig) -> Any:
+    def _on_policy(self, prompts: list[Prompt], args: OPDConfig) -> RolloutPlan:
+        answered = sum(prompt.answer is not None for prompt in prompts)
+        if args.lmbda == 1 and answered:
+            logger.warning(
+                f"{answered} rows of train_dataset bring an answer, which lmbda=1 leaves aside: the target writes its own. "
+                "Set lmbda=0 to train on the given text."
+            )
         self.on_policy = OnPolicyText(
             prompts,
             self.target,
@@ -214,11 +220,7 @@ class OPDTrainer(Trainer):
                 "(lmbda > 0), or give every row of train_dataset its 'anchors'."
             )
         train = self._answered(prompts, args, "train")
-        if not any(len(r.input_ids) - max(r.prompt_length, 2) >= self.block_size - 1 for r in train.rollouts):
-            raise ValueError(
-                f"train_dataset: no response is as long as one block of block_size={self.block_size}, so there is "
-                "nothing to train on. Raise max_new_tokens or max_length, or use a drafter with smaller blocks."
-            )
+        require_blocks(train.rollouts, self.block_size)
         return train
 
     def _answered(self, prompts: list[Prompt], args: OPDConfig, split: str) -> RolloutDataset:
@@ -247,6 +249,11 @@ class OPDTrainer(Trainer):
         return {"places": items} if isinstance(items[0], int) else RolloutCollator()(items)
 
     def _decoding_drafter(self) -> AdaFlashDraftModel:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "The drafter is sharded (FSDP or DeepSpeed), and a sharded drafter cannot decode: use lmbda=0 and "
+                "eval_acceptance='text', or several processes with a whole drafter each."
+            )
         return self.drafter
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -557,12 +564,11 @@ class OPDTrainer(Trainer):
         return output
 
     def _decoded_acceptance(self, rollouts: list[Rollout]) -> dict[str, float]:
-        longest = max((len(rollout.input_ids[: rollout.prompt_length]) for rollout in rollouts), default=0)
         found = measure_acceptance(
             self.target,
             self._decoding_drafter(),
             [(rollout.input_ids[: rollout.prompt_length], rollout.domain) for rollout in rollouts],
-            max_new_tokens=min(self.args.max_new_tokens, max(1, self.args.max_length - longest)),
+            max_new_tokens=self.args.max_new_tokens,
             batch_size=self.args.rollout_batch_size,
             temperature=self.args.temperature,
             seed=self.args.seed,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, Sampler
+from transformers.utils.logging import tqdm
 
 from .rollouts import Prompt, Rollout
 
@@ -148,7 +149,8 @@ class RolloutBuffer:
         batches = [missing[start : start + size] for start in range(0, len(missing), size)]
         written: list[tuple[int, Rollout]] = []
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        for number in range(self.rank, len(batches), self.world_size):
+        own = range(self.rank, len(batches), self.world_size)
+        for number in tqdm(own, desc="target writes rollouts", leave=False, disable=self.rank > 0 or not own):
             with torch.random.fork_rng(devices):
                 # Of the batch, whichever rank writes it.
                 torch.manual_seed(_mix(self.plan.seed, 3 + number, filling))
@@ -187,8 +189,10 @@ class RolloutBuffer:
             )
         state = json.loads(path.read_text())
         here = self.plan.describe()
-        different = [f"{name}: {state['plan'].get(name)} there, {value} here" for name, value in here.items()]
-        different = [text for text, name in zip(different, here) if state["plan"].get(name) != here[name]]
+        there = state["plan"]
+        different = [
+            f"{name}: {there.get(name)} there, {value} here" for name, value in here.items() if there.get(name) != value
+        ]
         if different:
             raise ValueError(
                 f"resume_from_checkpoint={str(folder)!r} belongs to a run with other rollouts ({'; '.join(different)})."

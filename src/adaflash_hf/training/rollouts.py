@@ -199,3 +199,16 @@ def collect_rollouts(
         for n, rollout in zip(batch, written, strict=True):
             found[n] = rollout
     return found
+
+
+def require_blocks(rollouts: list[Rollout], block_size: int) -> None:
+    """Checks that there is something to train on.
+
+    Raises:
+        ValueError: No response is as long as one block.
+    """
+    if not any(len(r.input_ids) - max(r.prompt_length, 2) >= block_size - 1 for r in rollouts):
+        raise ValueError(
+            f"train_dataset: no response of {len(rollouts)} is as long as one block of block_size={block_size}, so there is "
+            "nothing to train on. Raise max_new_tokens or max_length, or use a drafter with smaller blocks."
+        )
