@@ -188,6 +188,8 @@ class Bench:
     def measure(self, rows: int, seconds: float) -> list[Arm]:
         """All arms on one number of rows, repeated until the time is up (three times at least)."""
         arms = make_arms(self.drafter, self.wide, rows, self.args.oracle_drafter)
+        if self.args.arms:
+            arms = [arm for arm in arms if arm.name in {"plain", *self.args.arms}]
         running = [arm for arm in arms if arm.note is None]
         plain = running[0]
         started, repeat = time.time(), 0
@@ -271,9 +273,10 @@ def table(entries: list[dict]) -> str:
                 low, high = entry["interval"]
                 cells.append(f"{entry['ratio_to_plain']:6.2f} [{low:.2f}, {high:.2f}]".rjust(20))
         lines.append(f"{name:20s}" + "".join(cells))
-    lines.append(
-        f"{'acceptance length':20s}" + "".join(f"{found[(n, 'fixed')]['acceptance_length']:20.2f}" for n in rows)
-    )
+    if "fixed" in names:
+        lines.append(
+            f"{'acceptance length':20s}" + "".join(f"{found[(n, 'fixed')]['acceptance_length']:20.2f}" for n in rows)
+        )
     lines.append(f"{'plain tokens/s':20s}" + "".join(f"{found[(n, 'plain')]['tokens_per_s']:20.1f}" for n in rows))
     return "\n".join(lines)
 
@@ -322,6 +325,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", default=str(DRAFTER))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument(
+        "--arms", nargs="*", help="only these and plain; without throughput nothing is compared with it"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument(
         "--minutes", type=float, default=18.0, help="for all rows together; three repeats are always made"
@@ -346,7 +352,8 @@ def main() -> None:
         for rows in args.rows:
             arms = bench.measure(rows, 60 * args.minutes * weights[rows] / sum(weights.values()))
             entries += [arm.summary(rows, arms[0]) for arm in arms]
-            compared.append(comparisons(rows, arms))
+            if any(arm.name == "throughput" for arm in arms):
+                compared.append(comparisons(rows, arms))
             if args.json:  # kept as it grows
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 temporary = args.json.with_suffix(".tmp")

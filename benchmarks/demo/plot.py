@@ -14,6 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from adaflash_hf.training.callbacks import draw_acceptance
+
 COLOURS = {"chat": "#4477aa", "math": "#ee6677", "code": "#228833", "stories": "#aa8800"}
 
 
@@ -26,14 +28,8 @@ def main() -> None:
     log = json.loads((args.run / "metrics.json").read_text())["log"]
     demo = json.loads(args.demo_json.read_text())
     left, right = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)[1]
-    train = [(e["step"], float(e["acceptance_length"])) for e in log if "acceptance_length" in e]
-    held = [e for e in log if "eval_acceptance_length" in e]
-    left.plot(*zip(*train), color="#bbbbbb", label="training text (blocks at random)")
-    for domain, colour in COLOURS.items():
-        points = [(e["step"], float(e[f"eval_acceptance_length_{domain}"])) for e in held]
-        left.plot(*zip(*points), color=colour, marker="o", markersize=3, label=f"held out: {domain}")
-    left.set(xlabel="training step", ylabel="acceptance length", title="Supervised training of the demo drafter")
-    left.legend(fontsize=8, frameon=False)
+    draw_acceptance(left, log)
+    left.set_title("Supervised training of the demo drafter")
     names = list(demo["domains"])
     ratios = [demo["domains"][name]["ratio"] for name in names]
     bars = right.bar(names, ratios, color=[COLOURS[name] for name in names], width=0.6)
@@ -41,8 +37,7 @@ def main() -> None:
     right.axhline(1.0, color="black", linewidth=0.8)
     right.set_xlabel("line at 1: plain generate()", fontsize=9)
     right.set(ylabel="tokens/s, ratio to plain", title="Demo: same text, greedy, two CPU threads")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    right.spines[["top", "right"]].set_visible(False)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     plt.savefig(args.out, dpi=130)
 

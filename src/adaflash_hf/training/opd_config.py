@@ -74,6 +74,10 @@ class OPDConfig(TrainingArguments):
             "decoding would have made over the held-out answers (faster, equal for the target's greedy text)."
         },
     )
+    acceptance_plot: bool = field(
+        default=False,
+        metadata={"help": "Draw acceptance by domain over training into output_dir at each evaluation (matplotlib)."},
+    )
     max_new_tokens: int = field(default=512, metadata={"help": "Most tokens the target writes for a prompt."})
     max_length: int = field(
         default=2048,

@@ -18,6 +18,7 @@ from ..generation.stats import DraftStats
 from ..modeling_adaflash import AdaFlashDraftModel
 from .blocks import block_positions, block_visibility, label_positions, sample_anchors, valid_anchors
 from .calibration import SurvivalRounds, fit_calibration, reliability, simulated_acceptances
+from .callbacks import AcceptancePlotCallback
 from .collator import RolloutCollator, RolloutDataset
 from .features import FeatureStore, target_features
 from .losses import (
@@ -147,7 +148,7 @@ class OPDTrainer(Trainer):
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), *([AcceptancePlotCallback()] if args.acceptance_plot else [])],
             optimizers=optimizers,
         )
         if hasattr(self.model, "add_model_tags"):
